@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -87,6 +88,9 @@ def test_memory_forces_a_move_and_forbids_others() -> None:
     assert decide(costs, limit_bytes=20).partition == (0, 2, 4)
     with pytest.raises(PartitionError, match="stage"):
         decide(costs, limit_bytes=15)
+    # Layers leave a stage that is above its limit, and the move needs memory too.
+    costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(separate=9, staged=1))
+    assert decide(costs, limit_bytes=20).partition == (0, 2, 4)
 
 
 def test_makespan_decides_by_the_iteration() -> None:
@@ -257,26 +261,25 @@ def test_a_move_must_save_more_than_the_noise() -> None:
         assert (chosen.partition == (0, 3, 4)) == goes
 
 
-@pytest.mark.parametrize("micro_batches", [8, 9, 16, 32])
 @pytest.mark.parametrize("balancer", ["partition", "makespan", "diffusion"])
-def test_one_stalled_micro_batch_changes_no_decision(micro_batches: int, balancer: str) -> None:
-    rng = random.Random(micro_batches)
+def test_one_stalled_micro_batch_changes_no_decision(balancer: str) -> None:
     work = [1.0] * 6 + [0.4] * 6
-    chosen = set()
-    for stalled in (None, *range(12)):
-        samples = Samples()
-        for layer, seconds in enumerate(work):
-            for times, share in ((samples.forward[layer], 1), (samples.backward[layer], 2)):
-                times += [share * seconds * rng.uniform(0.999, 1.001) for _ in range(micro_batches)]
-        if stalled is not None:
-            samples.backward[stalled][rng.randrange(micro_batches)] += 50.0
-        layers = tuple(
-            LayerCost(samples.forward_seconds(layer), samples.backward_seconds(layer), 5, 5, 10, 1, 1)
-            for layer in range(len(work))
-        )
-        measured = Profile(0, Placement.chain((0, 6, 12)), layers, micro_batches, batch_seconds=1.0)
-        chosen.add(decide(measured, config(balancer=balancer)).partition)
-    assert len(chosen) == 1 and chosen != {(0, 6, 12)}
+    for micro_batches in (8, 9, 32):
+        rng, chosen = random.Random(micro_batches), set()
+        for stalled in (None, *range(12)):
+            samples = Samples()
+            for layer, seconds in enumerate(work):
+                for times, share in ((samples.forward[layer], 1), (samples.backward[layer], 2)):
+                    times += [share * seconds * rng.uniform(0.999, 1.001) for _ in range(micro_batches)]
+            if stalled is not None:
+                samples.backward[stalled][rng.randrange(micro_batches)] += 50.0
+            layers = tuple(
+                LayerCost(samples.forward_seconds(layer), samples.backward_seconds(layer), 5, 5, 10, 1, 1)
+                for layer in range(len(work))
+            )
+            measured = Profile(0, Placement.chain((0, 6, 12)), layers, micro_batches, batch_seconds=1.0)
+            chosen.add(decide(measured, config(balancer=balancer)).partition)
+        assert len(chosen) == 1 and chosen != {(0, 6, 12)}, micro_batches
 
 
 # -- one profile after the other ----------------------------------------------------------------------
@@ -319,13 +322,15 @@ class Run:
             self.move_seconds = 0.5
 
 
-SHAPES = [(12, 2), (24, 4), (48, 8), (48, 24)]
+SIZES = [(12, 2), (24, 4), (48, 8), (48, 24)]  # layers and stages
 
 
 @pytest.mark.parametrize("balancer", ["partition", "makespan"])
-@pytest.mark.parametrize(("num_layers", "num_stages"), SHAPES)
-def test_jitter_moves_nothing(num_layers: int, num_stages: int, balancer: str) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize(
+    "runs", [[*enumerate(SIZES)], pytest.param([*product(range(4), SIZES)], marks=pytest.mark.nightly)]
+)
+def test_jitter_moves_nothing(runs: list[tuple[int, tuple[int, int]]], balancer: str) -> None:
+    for seed, (num_layers, num_stages) in runs:
         rng = random.Random(seed)
         work = [rng.uniform(0.8, 1.2) for _ in range(num_layers)]
         run = Run(tuple(balanced(work, num_stages)), seed, 0.0, balancer=balancer)
@@ -341,7 +346,7 @@ def test_jitter_moves_nothing(num_layers: int, num_stages: int, balancer: str) -
 def test_jitter_that_changes_the_slowest_stage_moves_nothing(balancer: str) -> None:
     """The small layer may be on either side. Its cost is certain, but not which side takes longer."""
     work, moved = [9.0, 9.0, 9.0, 1.5, 9.0, 9.0, 9.0], 0
-    for seed in range(60):
+    for seed in range(20):
         run = Run((0, 4, 7), seed, 0.1, balancer=balancer)
         for _ in range(8):
             run.interval(work)
@@ -350,12 +355,9 @@ def test_jitter_that_changes_the_slowest_stage_moves_nothing(balancer: str) -> N
 
 
 @pytest.mark.parametrize("balancer", ["partition", "makespan"])
-@pytest.mark.parametrize(("num_layers", "num_stages"), SHAPES[:3])
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_change_is_followed_at_the_first_interval(
-    num_layers: int, num_stages: int, balancer: str, announced: bool
-) -> None:
-    for seed in range(3):
+def test_a_change_is_followed_at_the_first_interval(balancer: str) -> None:
+    """Whether it is announced or not."""
+    for seed, (num_layers, num_stages) in enumerate([(12, 2), (24, 4), (48, 8)] * 2):
         work = [1.0] * num_layers
         run = Run(tuple(balanced(work, num_stages)), seed, 0.1, balancer=balancer)
         run.measure(work)
@@ -363,13 +365,13 @@ def test_a_change_is_followed_at_the_first_interval(
             run.interval(work)
         assert run.moves == []
         work[: num_layers // 2] = [1 / 3] * (num_layers // 2)  # frozen
-        if announced:
+        if seed < 3:
             run.cost_model.history.forget()
         run.interval(work)
-        assert len(run.moves) == 1
+        assert len(run.moves) == 1, seed
         for _ in range(6):
             run.interval(work)
-        assert len(run.moves) <= 2  # at most one more, once jitter has been averaged away
+        assert len(run.moves) <= 2, seed  # at most one more, once jitter has been averaged away
 
 
 class BusyRun(Run):
@@ -402,16 +404,20 @@ class BusyRun(Run):
 
 
 MOD = [0.07, *[1.0, 0.5] * 6, 0.02, 0.25]  # ds_configs/mod.json, whose even partition [0, 8, 15] is not the best one
+SLOWER_HALF = [1.0, 0.6] * 12
 
 
 @pytest.mark.parametrize(
-    ("work", "start"),
-    [pytest.param(MOD, (0, 8, 15), marks=pytest.mark.nightly), ([1.0, 0.6] * 12, (0, 6, 12, 18, 24))],
-    ids=["2 stages", "4 stages"],
+    ("work", "start", "runs"),
+    [
+        (SLOWER_HALF, (0, 6, 12, 18, 24), 6),
+        pytest.param(SLOWER_HALF, (0, 6, 12, 18, 24), 20, marks=pytest.mark.nightly),
+        pytest.param(MOD, (0, 8, 15), 20, marks=pytest.mark.nightly),
+    ],
 )
-def test_a_constant_load_on_a_busy_machine_settles(work: list[float], start: tuple[int, ...]) -> None:
+def test_a_constant_load_on_a_busy_machine_settles(work: list[float], start: tuple[int, ...], runs: int) -> None:
     moves = []
-    for seed in range(20):
+    for seed in range(runs):
         run = BusyRun(start, seed)
         for _ in range(60):
             run.interval(work)
@@ -419,9 +425,8 @@ def test_a_constant_load_on_a_busy_machine_settles(work: list[float], start: tup
     assert sum(moves) <= 2 * len(moves), moves  # the first settling is one of them
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4, 7, 8])
-def test_one_stall_of_the_machine_moves_no_layer(micro_batches: int) -> None:
-    def measured(rng: random.Random, stall: float, here: Placement, step: int) -> Profile:
+def test_one_stall_of_the_machine_moves_no_layer() -> None:
+    def measured(rng: random.Random, micro_batches: int, stall: float, here: Placement, step: int) -> Profile:
         layers = []
         for number in range(24):
             forward, backward = ([each * rng.gauss(1, 0.03) for _ in range(micro_batches)] for each in (0.001, 0.002))
@@ -429,21 +434,22 @@ def test_one_stall_of_the_machine_moves_no_layer(micro_batches: int) -> None:
             layers.append(LayerCost(typical(forward), typical(backward), 1000, 1000, 16000, 1000, 1000))
         return Profile(step, here, tuple(layers), micro_batches, batch_seconds=0.07)
 
-    for stall in (0.005, 0.02, 0.1):
-        decisions, here = [], Placement.chain((0, 6, 12, 18, 24))
-        for seconds in (0.0, stall):
+    here = Placement.chain((0, 6, 12, 18, 24))
+    for micro_batches in (2, 4, 7, 8):
+        decisions = []
+        for seconds in (0.0, 0.005, 0.02, 0.1):
             rng, cost_model = random.Random(0), CostModel()
             cost_model.move_costs.record(16000, 0.001)
             for step in range(0, 800, 100):
-                cost_model.profiled(measured(rng, 0.0, here, step), 0.0)
-            cost_model.profiled(latest := measured(rng, seconds, here, 800), 0.0)
+                cost_model.profiled(measured(rng, micro_batches, 0.0, here, step), 0.0)
+            cost_model.profiled(latest := measured(rng, micro_batches, seconds, here, 800), 0.0)
             decisions.append(informed(cost_model, latest, config(balancer="makespan"), 100).partition)
-        assert decisions[0] == decisions[1]
+        assert len({*decisions}) == 1, (micro_batches, decisions)
 
 
 def test_a_real_change_on_a_busy_machine_is_followed_within_a_few_batches() -> None:
     delays = []
-    for seed in range(20):
+    for seed in range(12):
         run, work = BusyRun((0, 6, 12), seed, steady=0.05, burst=0.02), [1.0] * 12
         for _ in range(20):
             run.interval(work)
@@ -453,15 +459,16 @@ def test_a_real_change_on_a_busy_machine_is_followed_within_a_few_batches() -> N
         while len(run.moves) == known and delays[-1] < 20:
             run.interval(work)
             delays[-1] += 1
-    assert sorted(delays)[10] <= 2 and sorted(delays)[15] <= 4, delays
+    assert sorted(delays)[6] <= 2 and sorted(delays)[9] <= 4, delays
 
 
-@pytest.mark.parametrize(("batches", "moves"), [(2, False), (6, True)])
-def test_a_shift_has_to_last_for_some_batches(batches: int, moves: bool) -> None:
-    run, work, slow = BusyRun((0, 6, 12), 0, steady=0.0, burst=0.0), [1.0] * 12, [2.0] * 6 + [1.0] * 6
-    for load in (*[work] * 6, *[slow] * batches, *[work] * 2):
-        run.interval(load)
-    assert bool(run.moves) == moves
+def test_a_shift_has_to_last_for_some_batches() -> None:
+    work, slow = [1.0] * 12, [2.0] * 6 + [1.0] * 6
+    for batches, moves in ((2, False), (6, True)):
+        run = BusyRun((0, 6, 12), 0, steady=0.0, burst=0.0)
+        for load in (*[work] * 6, *[slow] * batches, *[work] * 2):
+            run.interval(load)
+        assert bool(run.moves) == moves, batches
 
 
 def test_a_small_lasting_gain_is_accepted_once_it_is_certain() -> None:
@@ -479,21 +486,19 @@ def test_a_small_lasting_gain_is_accepted_once_it_is_certain() -> None:
 
 
 def test_a_slow_stage_is_recognised_and_gets_fewer_layers() -> None:
-    for balancer in ("partition", "diffusion", "makespan"):
-        for seed in range(3):
-            work = [1.0] * 24
-            run = Run((0, 6, 12, 18, 24), seed, 0.03, balancer=balancer)
-            run.speeds = [1.0, 1.0, 0.5, 1.0]
-            assert run.cost_model.history.speeds is None
-            for _ in range(6):
-                run.interval(work)
-            speeds = run.cost_model.history.speeds
-            assert speeds is not None and speeds[2] / speeds[0] == pytest.approx(0.5, rel=0.1)
-            assert run.partition[3] - run.partition[2] in (3, 4) and len(run.moves) <= 3
+    for seed, balancer in enumerate(("partition", "diffusion", "makespan")):
+        run = Run((0, 6, 12, 18, 24), seed, 0.03, balancer=balancer)
+        run.speeds = [1.0, 1.0, 0.5, 1.0]
+        assert run.cost_model.history.speeds is None
+        for _ in range(6):
+            run.interval([1.0] * 24)
+        speeds = run.cost_model.history.speeds
+        assert speeds is not None and speeds[2] / speeds[0] == pytest.approx(0.5, rel=0.1)
+        assert run.partition[3] - run.partition[2] in (3, 4) and len(run.moves) <= 3, balancer
 
 
 def test_equal_stages_do_not_count_as_slow() -> None:
-    for seed in range(6):
+    for seed in range(4):
         run = Run((0, 2, 12, 22, 24), seed, 0.1)
         for _ in range(8):
             run.interval([1.0] * 24)
@@ -568,8 +573,3 @@ def test_a_move_goes_as_far_as_memory_allows() -> None:
     assert with_limit[70].verdict == (
         "going to [0, 6, 8], stage 0 would hold 82 bytes while layers move, its limit is 70"
     )
-
-
-def test_layers_leave_a_stage_that_is_above_its_limit() -> None:
-    costs = holding([3.0, 1.0, 1.0, 1.0], (0, 1, 4), HeldBytes(separate=9, staged=1))
-    assert decide(costs, limit_bytes=20).partition == (0, 2, 4)
