@@ -27,6 +27,7 @@ pytestmark = pytest.mark.ranks
 HALVES = [name for name in CASES if name.startswith("halves")]
 # Every kind of case, and what it has of its own, in one way each; the nightly form has all cases in all ways.
 FIRST = {
+    "pruning": ("moved, recomputed, resumed", "bf16 zero1", 4),
     "pruning in CSR": ("moved, recomputed, resumed", "fp32", 4),  # there is no CSR in bf16
     "freezing and pruning": ("moved in a loop", "bf16 zero1", 5),
     "moe bias and freezing": ("moved in a V", "bf16 zero1", 5),

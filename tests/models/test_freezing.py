@@ -82,20 +82,16 @@ def test_a_schedule_counts_in_fractions_of_the_steps() -> None:
     schedule = [(0.2, 2), (0.4, 4), (0.6, 6)]
     at = {step: scheduled_blocks(schedule, step, total_steps=150) for step in (0, 29, 30, 59, 60, 89, 90, 149)}
     assert at == {0: 0, 29: 0, 30: 2, 59: 2, 60: 4, 89: 4, 90: 6, 149: 6}
-
-
-def test_rounding_does_not_delay_a_schedule() -> None:
     assert scheduled_blocks([(0.7, 1)], 7, total_steps=10) == 1  # 0.7 * 10 is more than 7 in floating point
 
 
-def test_a_schedule_may_unfreeze() -> None:
+def test_layers_before_the_blocks_are_frozen_with_the_first_block() -> None:
+    """A schedule may unfreeze."""
     frozen = controller({"schedule": [[0.0, 2], [0.5, 0], [0.75, 1]]}, total_steps=4)
     assert [frozen.frozen_prefix(step) for step in range(4)] == [3, 3, 0, 2]
-
-
-def test_the_embedding_is_frozen_with_the_first_block() -> None:
-    frozen = controller({"schedule": [[0.5, 1]]}, total_steps=2)
-    assert [frozen.frozen_prefix(step) for step in range(2)] == [0, 2]
+    decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2 embeds positions, too
+    assert [decides.frozen_prefix(step) for step in range(2)] == [0, 3]
+    assert block_numbers(gpt_layers(UNTIED)) == range(1, 4)
 
 
 def test_the_change_of_a_gradient() -> None:
@@ -104,9 +100,8 @@ def test_the_change_of_a_gradient() -> None:
     assert gradient_change(0.0, 1.0) == gradient_change(1.0, math.nan) == gradient_change(math.inf, 1.0) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("current", "frozen_before", "frozen_after"),
-    [
+def test_auto_freeze_by_hand() -> None:
+    for current, frozen_before, frozen_after in (
         ([9.9, 9.5, 8.0, 5.0, 9.8], 0, 1),  # eta .01 .05 .2 .5 .02, median .05
         ([9.9, 9.8, 8.0, 5.0, 6.0], 0, 2),  # eta .01 .02 .2 .5 .4, median .2: the third equals the median
         ([5.0, 9.9, 9.9, 9.9, 9.9], 0, 0),  # the first changes most
@@ -115,10 +110,8 @@ def test_the_change_of_a_gradient() -> None:
         ([0.0, 0.0, 0.0, 9.9, 5.0], 3, 4),  # eta .01 .5, median .255
         ([0.0, 0.0, 0.0, 0.0, 10.0], 4, 4),  # the last one is never frozen
         ([math.nan] * 5, 0, 0),
-    ],
-)
-def test_auto_freeze_by_hand(current: list[float], frozen_before: int, frozen_after: int) -> None:
-    assert auto_freeze([10.0] * 5, current, frozen_before) == frozen_after
+    ):
+        assert auto_freeze([10.0] * 5, current, frozen_before) == frozen_after, current
 
 
 def test_automatic_freezing_compares_intervals() -> None:
@@ -243,12 +236,6 @@ def test_local_layers_keep_their_numbers_in_the_model() -> None:
     del stage._modules["4"]
     assert [number for number, _ in local_layers(stage)] == [3, 5]
     assert dict(local_layers(stage))[5] is stage.tied_modules["embedding"]
-
-
-def test_layers_before_the_blocks_are_frozen_with_the_first_block() -> None:
-    decides = controller({"schedule": [[0.5, 1]]}, blocks=range(2, 5), total_steps=2)  # GPT-2 embeds positions, too
-    assert [decides.frozen_prefix(step) for step in range(2)] == [0, 3]
-    assert block_numbers(gpt_layers(UNTIED)) == range(1, 4)
 
 
 def test_a_model_without_blocks_is_refused() -> None:

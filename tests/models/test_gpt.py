@@ -1,5 +1,4 @@
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -63,13 +62,6 @@ def test_activations_between_layers_are_batch_sequence_hidden() -> None:
     assert build(SMALL)(tokens(2, 16)).shape == (2, 16, 50)
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    model = build(SMALL)
-    language_model_loss(model(tokens(2, 16)), tokens(2, 16)).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-
-
 def test_a_token_does_not_see_later_ones() -> None:
     model, text = build(SMALL), tokens(1, 16)
     changed = text.clone()
@@ -90,17 +82,14 @@ def test_packed_documents_are_computed_as_if_alone() -> None:
         torch.testing.assert_close(packed[row, start:stop], alone(text[row : row + 1, start:stop])[0][0])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_what_attends_across_packed_documents_is_refused() -> None:
+    for case in (
         {"kind": "sparse_attention", "pattern": "qk"},
         {"kind": "mod"},
         {"kind": "early_exit", "method": "calm"},
-    ],
-)
-def test_what_attends_across_packed_documents_is_refused(case: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.case: {case['kind']} cannot be combined with packed documents"):
-        model_layers(parse_section(ModelConfig, {"case": case}, "model"), packed=True)
+    ):
+        with pytest.raises(ConfigError, match=rf"model\.case: {case['kind']} cannot be combined with packed documents"):
+            model_layers(parse_section(ModelConfig, {"case": case}, "model"), packed=True)
 
 
 def test_attention_is_the_softmax_over_earlier_tokens() -> None:
@@ -133,32 +122,29 @@ def test_rotated_products_depend_only_on_the_distance() -> None:
     assert product(7, 3) != pytest.approx(product(8, 3), abs=1e-4)
 
 
-def test_rotary_is_complex_multiplication_and_keeps_position_0() -> None:
+def test_rotary_is_complex_multiplication_and_keeps_position_0_and_dtype() -> None:
     states, positions = torch.randn(3, 5, 6, generator=generator_for("states")), torch.tensor([0, 1, 2, 9, 4])
     angles = positions[:, None] * 100.0 ** (-torch.arange(3) / 3)
     turned = torch.complex(states[..., :3], states[..., 3:]) * torch.polar(torch.ones(5, 3), angles)
     rotated = apply_rotary(states, positions, 100.0)
     torch.testing.assert_close(rotated, torch.cat((turned.real, turned.imag), dim=-1))
     assert torch.equal(rotated[:, 0], states[:, 0])
-
-
-def test_rotary_takes_positions_per_sequence() -> None:
+    assert apply_rotary(states.bfloat16(), positions, 10.0).dtype == torch.bfloat16
+    several = torch.tensor([[0, 2, 5], [1, 3, 4]])  # positions per sequence
     states = torch.randn(2, 4, 3, 8)
-    positions = torch.tensor([[0, 2, 5], [1, 3, 4]])
-    rotated = apply_rotary(states, positions[:, None], 10000.0)
+    rotated = apply_rotary(states, several[:, None], 10000.0)
     for sequence in range(2):
-        torch.testing.assert_close(rotated[sequence], apply_rotary(states[sequence], positions[sequence], 10000.0))
-
-
-def test_rotary_keeps_the_dtype() -> None:
-    assert apply_rotary(torch.ones(1, 2, 4, dtype=torch.bfloat16), torch.arange(2), 10.0).dtype == torch.bfloat16
+        torch.testing.assert_close(rotated[sequence], apply_rotary(states[sequence], several[sequence], 10000.0))
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED])
 def test_initial_weights_depend_only_on_seed_and_layer(config: GPTConfig) -> None:
+    """Earlier random numbers do not matter, and the global generator is left alone."""
     forwards = [spec.build().state_dict() for spec in gpt_layers(config)]
-    torch.rand(3)  # earlier random numbers must not matter
+    torch.rand(3)
+    before = torch.get_rng_state()
     backwards = [spec.build().state_dict() for spec in reversed(gpt_layers(config))][::-1]
+    assert torch.equal(before, torch.get_rng_state())
     for one, other in zip(forwards, backwards, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -170,12 +156,6 @@ def test_layers_and_seeds_have_weights_of_their_own() -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
-def test_building_leaves_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    build(SMALL)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_initial_weights_are_gpt_2s() -> None:
     config = GPTConfig(layers=8, hidden_size=128, heads=4)
     block = gpt_layers(config)[1].build()
@@ -185,9 +165,13 @@ def test_initial_weights_are_gpt_2s() -> None:
     assert torch.equal(block.mlp_norm.weight, torch.ones(128))
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
-    loss = language_model_loss(build(SMALL)(tokens(4, 16)), tokens(4, 16))
+def test_the_first_loss_is_that_of_a_uniform_guess_and_every_parameter_gets_a_gradient() -> None:
+    model = build(SMALL)
+    loss = language_model_loss(model(tokens(4, 16)), tokens(4, 16))
     assert loss.item() == pytest.approx(math.log(50), abs=0.1)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
 def test_the_loss_is_computed_in_fp32() -> None:
@@ -256,16 +240,13 @@ def test_the_load_signal_tells_whether_any_parameter_trains() -> None:
         assert layer.load_signal() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_impossible_sizes_are_refused() -> None:
+    for wrong, message in (
         ({"heads": 3}, "should divide hidden_size, 32"),
         ({"heads": 32}, "makes heads 1 wide"),
         ({"layers": 0}, "greater than or equal to 1"),
         ({"rope_base": 1.0}, "greater than 1"),
         ({"hidden": 3}, "Extra inputs"),
-    ],
-)
-def test_impossible_sizes_are_refused(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        GPTConfig(**{"hidden_size": 32, "heads": 4, **wrong})
+    ):
+        with pytest.raises(ValidationError, match=message):
+            GPTConfig(**{"hidden_size": 32, "heads": 4, **wrong})

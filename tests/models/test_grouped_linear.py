@@ -29,18 +29,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("counts", [COUNTS, [32, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_and_gradients_are_those_of_a_linear_layer_per_group(dtype: torch.dtype, counts: list[int]) -> None:
-    rows, weight = drawn(dtype, 0, sum(counts), 16), drawn(dtype, 0, len(counts), 24, 16)
-    expected = torch.cat([F.linear(part, each) for part, each in zip(rows.split(counts), weight)])
-    made, gradient = grouped_linear(rows, weight, counts), drawn(dtype, 0, sum(counts), 24).detach()
-    for outputs in zip(
-        (made, *torch.autograd.grad(made, (rows, weight), gradient)),
-        (expected, *torch.autograd.grad(expected, (rows, weight), gradient)),
-        strict=True,
-    ):
-        torch.testing.assert_close(*outputs)
+def test_products_and_gradients_are_those_of_a_linear_layer_per_group(dtype: torch.dtype) -> None:
+    for counts in (COUNTS, [32, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]):
+        rows, weight = drawn(dtype, 0, sum(counts), 16), drawn(dtype, 0, len(counts), 24, 16)
+        expected = torch.cat([F.linear(part, each) for part, each in zip(rows.split(counts), weight)])
+        made, gradient = grouped_linear(rows, weight, counts), drawn(dtype, 0, sum(counts), 24).detach()
+        found, wanted = (
+            (output, *torch.autograd.grad(output, (rows, weight), gradient)) for output in (made, expected)
+        )
+        for outputs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize("frozen", ["rows", "weight"])

@@ -103,23 +103,23 @@ def reference(layer: MixtureOfExperts, moe: MoEConfig, hidden: torch.Tensor) -> 
     return torch.stack(outputs).view_as(hidden), auxiliary
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 0.7])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_outputs_and_gradients_equal_the_reference(routing: str, top_k: int, capacity_factor: float | None) -> None:
-    settings = {"routing": routing, "top_k": top_k, "experts": 5, "capacity_factor": capacity_factor}
-    if routing == "sbase":
-        settings |= {"sinkhorn_tolerance": 1e-9, "sinkhorn_iterations": 5000}
-    layer, hidden, moe = experts_of(**settings), hidden_of(), MoEConfig(**settings)
-    wanted = [hidden, *layer.parameters()]
-    weights = torch.randn(hidden.shape, generator=generator_for("weights"))
-    found = []
-    for output, auxiliary in (output_of(layer, hidden), reference(layer, moe, hidden)):
-        gradients = torch.autograd.grad((output * weights).sum() + 10 * auxiliary.sum(), wanted)
-        found.append([output, auxiliary, *gradients])
-    for mine, theirs in zip(*found):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert found[0][0].abs().mean() > 0.1 and all(gradient.abs().max() > 1e-2 for gradient in found[0][2:])
+def test_outputs_and_gradients_equal_the_reference(routing: str, top_k: int) -> None:
+    for capacity_factor in (None, 0.7):
+        settings = {"routing": routing, "top_k": top_k, "experts": 5, "capacity_factor": capacity_factor}
+        if routing == "sbase":
+            settings |= {"sinkhorn_tolerance": 1e-9, "sinkhorn_iterations": 5000}
+        layer, hidden, moe = experts_of(**settings), hidden_of(), MoEConfig(**settings)
+        wanted = [hidden, *layer.parameters()]
+        weights = torch.randn(hidden.shape, generator=generator_for("weights"))
+        found = []
+        for output, auxiliary in (output_of(layer, hidden), reference(layer, moe, hidden)):
+            gradients = torch.autograd.grad((output * weights).sum() + 10 * auxiliary.sum(), wanted)
+            found.append([output, auxiliary, *gradients])
+        for mine, theirs in zip(*found):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert found[0][0].abs().mean() > 0.1 and all(gradient.abs().max() > 1e-2 for gradient in found[0][2:])
 
 
 def test_a_block_with_equal_experts_computes_as_a_dense_one() -> None:
@@ -143,12 +143,6 @@ def test_the_auxiliary_loss_is_least_for_equal_experts() -> None:
     torch.testing.assert_close(lopsided, torch.tensor([3.0]))
 
 
-def test_the_auxiliary_loss_exists_only_in_training() -> None:
-    layer = experts_of()
-    assert isinstance(layer(hidden_of()), tuple)
-    assert isinstance(layer.eval()(hidden_of()), torch.Tensor)
-
-
 def test_sinkhorn_gives_every_expert_its_share() -> None:
     logits = torch.randn(24, 4, generator=generator_for("logits"))
     plan = sinkhorn(logits, tolerance=1e-4, iterations=1000)
@@ -159,11 +153,11 @@ def test_sinkhorn_gives_every_expert_its_share() -> None:
     torch.testing.assert_close(shifted, plan, rtol=1e-5, atol=1e-6)  # adding a constant per token changes nothing
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e3, 1e30])
-def test_sinkhorn_stops_with_finite_numbers(scale: float) -> None:
-    logits = scale * torch.randn(24, 4, generator=generator_for("logits"))
-    logits[:, 0] += 10 * scale  # all tokens prefer expert 0; the others become 0
-    assert sinkhorn(logits, tolerance=1e-4, iterations=20).isfinite().all()
+def test_sinkhorn_stops_with_finite_numbers() -> None:
+    for scale in (0.0, 1e3, 1e30):
+        logits = scale * torch.randn(24, 4, generator=generator_for("logits"))
+        logits[:, 0] += 10 * scale  # all tokens prefer expert 0; the others become 0
+        assert sinkhorn(logits, tolerance=1e-4, iterations=20).isfinite().all(), scale
 
 
 def test_sbase_spreads_tokens_that_prefer_one_expert() -> None:
@@ -177,11 +171,16 @@ def test_sbase_spreads_tokens_that_prefer_one_expert() -> None:
     assert torch.bincount(layer.router(hidden.flatten(0, 1)).experts.flatten(), minlength=5)[0] == BATCH * 10
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 0.5])
-@pytest.mark.parametrize("routing", ["aux_loss", "sbase", "bias"])
-def test_evaluation_does_not_look_at_later_tokens(routing: str, capacity_factor: float | None) -> None:
-    layer, hidden = experts_of(routing=routing, capacity_factor=capacity_factor).eval(), hidden_of()
-    torch.testing.assert_close(layer(hidden)[:, :4], layer(hidden[:, :4]))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_evaluation_does_not_look_at_later_tokens(routing: str) -> None:
+    """It has no auxiliary loss, and is not counted."""
+    for capacity_factor in (None, 0.5):
+        layer, hidden = experts_of(routing=routing, capacity_factor=capacity_factor), hidden_of()
+        assert isinstance(layer(hidden_of(1)), tuple) == (routing == "aux_loss")
+        counts = list(layer.tokens_per_expert)
+        layer.eval()
+        torch.testing.assert_close(layer(hidden)[:, :4], layer(hidden[:, :4]))
+        assert layer.tokens_per_expert == counts and sum(counts)
 
 
 def test_capacity_is_counted_exactly() -> None:
@@ -212,10 +211,9 @@ def test_the_bias_is_for_selection_only() -> None:
 
 def test_the_bias_counteracts_the_load() -> None:
     router = Router(MoEConfig(routing="bias", experts=4, bias_rate=0.25), 8, generator_for("router"))
-    router.balance([10, 0, 5, 5])
-    assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.0]
-    router.balance([1, 0, 0, 0])
-    assert router.bias.tolist() == [-0.5, 0.5, 0.25, 0.25]
+    for counts, bias in (([10, 0, 5, 5], [-0.25, 0.25, 0.0, 0.0]), ([1, 0, 0, 0], [-0.5, 0.5, 0.25, 0.25])):
+        router.balance(counts)
+        assert router.bias.tolist() == bias
 
 
 def test_the_bias_evens_out_the_experts() -> None:
@@ -242,29 +240,19 @@ def test_softmax_scores() -> None:
 # -- numerical edge cases ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e4])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_one_expert_for_all_or_no_preference_gives_finite_numbers(routing: str, factor: float) -> None:
-    layer = experts_of(routing=routing, capacity_factor=0.5)
-    hidden = hidden_of().detach().abs().requires_grad_()
-    with torch.no_grad():
-        layer.router.affinity.weight.fill_(-factor)
-        layer.router.affinity.weight[:2] = factor  # the other experts get a sigmoid of 0
-    output, auxiliary = output_of(layer, hidden)
-    (output.square().sum() + auxiliary.sum()).backward()
-    assert output.isfinite().all() and auxiliary.isfinite().all()
-    assert hidden.grad is not None and hidden.grad.isfinite().all()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-
-
-def test_scores_of_zero_give_finite_numbers() -> None:
-    layer = experts_of(routing="bias")
-    with torch.no_grad():
-        layer.router.affinity.weight.fill_(-1e4)
-    hidden = hidden_of().detach().abs().requires_grad_()
-    output, _ = output_of(layer, hidden)
-    output.sum().backward()
-    assert output.isfinite().all() and hidden.grad is not None and hidden.grad.isfinite().all()
+def test_one_expert_for_all_no_preference_and_scores_of_zero_give_finite_numbers(routing: str) -> None:
+    for factor, liked in ((0.0, 2), (1e4, 2), (1e4, 0)):
+        layer = experts_of(routing=routing, capacity_factor=0.5)
+        hidden = hidden_of().detach().abs().requires_grad_()
+        with torch.no_grad():
+            layer.router.affinity.weight.fill_(-factor)
+            layer.router.affinity.weight[:liked] = factor  # the other experts get a sigmoid of 0
+        output, auxiliary = output_of(layer, hidden)
+        (output.square().sum() + auxiliary.sum()).backward()
+        assert output.isfinite().all() and auxiliary.isfinite().all()
+        assert hidden.grad is not None and hidden.grad.isfinite().all()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
 def test_an_expert_without_tokens_is_not_touched() -> None:
@@ -317,14 +305,6 @@ def test_without_capacity_the_load_is_top_k() -> None:
     assert layer.load_signal() == 2 / 8
 
 
-def test_evaluation_is_not_counted() -> None:
-    layer = experts_of()
-    layer(hidden_of(1))
-    counts = list(layer.tokens_per_expert)
-    layer.eval()(hidden_of(2))
-    assert layer.tokens_per_expert == counts
-
-
 CHECKPOINTS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "non-reentrant": partial(checkpoint, use_reentrant=False),
@@ -332,35 +312,29 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_recomputing_gives_the_same_numbers_and_counts_once(routing: str, kind: str) -> None:
+def test_recomputing_gives_the_same_numbers_and_counts_once(routing: str) -> None:
     found = []
-    for recomputed in (False, True):
+    for kind in (None, *CHECKPOINTS):
         layer, hidden = experts_of(routing=routing), hidden_of()
-        made = CHECKPOINTS[kind](layer, hidden) if recomputed else layer(hidden)
+        made = CHECKPOINTS[kind](layer, hidden) if kind else layer(hidden)
         output, auxiliary = made if isinstance(made, tuple) else (made, torch.zeros(1))
         (output.square().sum() + auxiliary.sum()).backward()
         assert hidden.grad is not None
         found.append(([output, hidden.grad, *[p.grad for p in layer.parameters()]], layer.choices_per_expert))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0][0], found[1][0]))
-    assert found[0][1] == found[1][1] and sum(found[0][1]) == 40
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0][0], found[-1][0])), kind
+        assert found[0][1] == found[-1][1] and sum(found[0][1]) == 40, kind
 
 
 # -- the model ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keys", "blocks"),
-    [({}, [0, 1, 2, 3, 4, 5]), ({"every": 2}, [1, 3, 5]), ({"dense_blocks": 2}, [2, 3, 4, 5])],
-)
-def test_blocks_with_experts(keys: dict[str, int], blocks: list[int]) -> None:
-    layers = [
-        spec.build()
-        for spec in model_layers(parse_section(ModelConfig, {"layers": 6, "case": {"kind": "moe", **keys}}, "m"))[1:-2]
-    ]
-    assert [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MixtureOfExperts)] == blocks
-    assert all(isinstance(layer, Block) for layer in layers)
+def test_blocks_with_experts() -> None:
+    for keys, blocks in (({}, [0, 1, 2, 3, 4, 5]), ({"every": 2}, [1, 3, 5]), ({"dense_blocks": 2}, [2, 3, 4, 5])):
+        section = {"layers": 6, "case": {"kind": "moe", **keys}}
+        layers = [spec.build() for spec in model_layers(parse_section(ModelConfig, section, "model"))[1:-2]]
+        assert [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MixtureOfExperts)] == blocks
+        assert all(isinstance(layer, Block) for layer in layers)
 
 
 def loss_of(model: list[torch.nn.Module], text: torch.Tensor) -> torch.Tensor:

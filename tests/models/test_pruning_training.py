@@ -53,14 +53,10 @@ def weights(engine: Any) -> dict[int, list[np.ndarray]]:
 def masks(engine: Any) -> dict[int, list[np.ndarray]]:
     """Return the masks of this stage by layer, in the shapes of dense weights."""
     return {
-        number: [mask_of(linear).cpu().numpy().copy() for linear in prunable_linears(layer) if was_pruned(linear)]
+        number: [mask_of(linear).cpu().numpy().copy() for linear in prunable_linears(layer)]
         for number, layer in local_layers(engine.module)
         if prunable_linears(layer)
     }
-
-
-def was_pruned(linear: PrunableLinear) -> bool:
-    return linear.is_compressed or linear.mask is not None
 
 
 def mask_of(linear: PrunableLinear) -> torch.Tensor:
@@ -239,49 +235,3 @@ def test_vectors_train_in_a_pipeline_as_masked_weights_do(name: str, precision: 
     assert all(np.array_equal(a, b) for layer in ours for a, b in zip(ours[layer], theirs[layer], strict=True))
     assert [result["compressed"] - {True} for result in vectors] == [set(), set()]
     assert all(result["compressed"] == {False} for result in masked)
-
-
-def resume(run: CaseRun, folder: str, saved_after: int) -> dict[str, Any]:
-    """Return the losses of a run, and of the same run after a checkpoint is loaded into a new engine."""
-    engine, model = case_runs.build(run)
-    cases = dynamic_cases(model, engine, total_steps=run.steps)
-    data, losses = case_runs.batches(engine, model), []
-    for step in range(run.steps):
-        if step == saved_after:
-            engine.save_checkpoint(str(Path(folder) / "saved"))
-        for case in cases:
-            case.before_batch(step)
-        drop_decision(engine)
-        losses.append(engine.train_batch(data).item())
-    again, _ = case_runs.build(run)
-    again.rebalance([0, 5, 7])
-    again.load_checkpoint(str(Path(folder) / "saved"))
-    cases = dynamic_cases(model, again, total_steps=run.steps)
-    data = case_runs.batches(again, model)
-    for _ in range(saved_after * again.gradient_accumulation_steps()):
-        next(data)
-    resumed = []
-    for step in range(saved_after, run.steps):
-        for case in cases:
-            case.before_batch(step)
-        drop_decision(again)
-        resumed.append(again.train_batch(data).item())
-    return {"losses": losses[saved_after:], "resumed": resumed, "masks": (masks(engine), masks(again))}
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("pruning", "bf16 zero1"),
-        pytest.param("pruning", "fp32", marks=pytest.mark.nightly),
-        pytest.param("pruning in CSR", "fp32", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(name: str, precision: str, tmp_path: Path) -> None:
-    case = CaseRun(CASES[name], precision=precision, steps=4)
-    for result in run(2, resume, case, str(tmp_path), 2):
-        assert result["resumed"] == result["losses"]
-        before, after = result["masks"]
-        assert before.keys() == after.keys() and all(before.values())
-        for layer, masks in before.items():
-            assert all(np.array_equal(a, b) for a, b in zip(masks, after[layer], strict=True))

@@ -26,43 +26,45 @@ def pruned(sparsity: float, csr_from: float, outputs: int = 24, inputs: int = 20
 NEVER, ALWAYS = 2.0, 0.0
 
 
-@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+SHAPES: list[tuple[int, ...]] = [(7,), (2, 7), (2, 3, 7), (1, 1)]
+either = pytest.mark.parametrize("csr_from", [NEVER, ALWAYS], ids=["dense", "CSR"])
+
+
+@either
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (1, 1)])
-def test_outputs_and_gradients_equal_those_of_a_masked_weight(
-    sparsity: float, csr_from: float, shape: tuple[int, ...]
-) -> None:
-    linear = pruned(sparsity, csr_from)
-    assert linear.computes_sparse == (csr_from == ALWAYS and sparsity < 1)
-    assert linear.mask is not None
-    hidden = seeded(*shape, 20, seed=1).requires_grad_()
-    gradient = seeded(*shape, 24, seed=2)
-    linear(hidden).backward(gradient)
+def test_outputs_and_gradients_equal_those_of_a_masked_weight(sparsity: float, csr_from: float) -> None:
+    for shape in SHAPES:
+        linear = pruned(sparsity, csr_from)
+        assert linear.computes_sparse == (csr_from == ALWAYS and sparsity < 1)
+        assert linear.mask is not None
+        hidden = seeded(*shape, 20, seed=1).requires_grad_()
+        gradient = seeded(*shape, 24, seed=2)
+        linear(hidden).backward(gradient)
 
-    weight = seeded(24, 20).double().requires_grad_()
-    given = hidden.detach().double().requires_grad_()
-    wanted = F.linear(given, weight * linear.mask)
-    wanted.backward(gradient.double())
-    assert linear.weight.grad is not None and weight.grad is not None
-    mine_left = linear.weight.grad * linear.mask
-    for mine, theirs in ((linear(hidden), wanted), (hidden.grad, given.grad), (mine_left, weight.grad)):
-        assert mine is not None and theirs is not None
-        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
-        assert mine.is_contiguous()
-    if linear.computes_sparse or sparsity == 1:
-        assert not linear.weight.grad[~linear.mask].any()
-    assert linear.kept == round((1 - sparsity) * 480)
+        weight = seeded(24, 20).double().requires_grad_()
+        given = hidden.detach().double().requires_grad_()
+        wanted = F.linear(given, weight * linear.mask)
+        wanted.backward(gradient.double())
+        assert linear.weight.grad is not None and weight.grad is not None
+        mine_left = linear.weight.grad * linear.mask
+        for mine, theirs in ((linear(hidden), wanted), (hidden.grad, given.grad), (mine_left, weight.grad)):
+            assert mine is not None and theirs is not None
+            torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+            assert mine.is_contiguous()
+        if linear.computes_sparse or sparsity == 1:
+            assert not linear.weight.grad[~linear.mask].any()
+        assert linear.kept == round((1 - sparsity) * 480)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fully_pruned_layer_computes_no_product(dtype: torch.dtype) -> None:
-    linear = PrunableLinear(nn.Parameter(seeded(24, 20).to(dtype)))
-    linear.prune(torch.zeros(24, 20, dtype=torch.bool))
-    with FlopCounterMode(display=False) as counter:
-        output = linear(seeded(7, 20).to(dtype).requires_grad_())
-        output.sum().backward()
-    assert counter.get_total_flops() == 0
-    assert output.dtype == dtype and linear.weight.grad is not None and not linear.weight.grad.any()
+def test_a_fully_pruned_layer_computes_no_product() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = PrunableLinear(nn.Parameter(seeded(24, 20).to(dtype)))
+        linear.prune(torch.zeros(24, 20, dtype=torch.bool))
+        with FlopCounterMode(display=False) as counter:
+            output = linear(seeded(7, 20).to(dtype).requires_grad_())
+            output.sum().backward()
+        assert counter.get_total_flops() == 0
+        assert output.dtype == dtype and linear.weight.grad is not None and not linear.weight.grad.any()
 
 
 def test_while_dense_it_runs_the_operators_of_a_linear_layer() -> None:
@@ -97,7 +99,7 @@ def test_in_csr_pruned_elements_do_not_count_whatever_their_value() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+@either
 def test_inputs_without_gradients_and_frozen_weights(csr_from: float) -> None:
     linear = pruned(0.8, csr_from)
     linear(seeded(3, 20)).sum().backward()
@@ -109,7 +111,7 @@ def test_inputs_without_gradients_and_frozen_weights(csr_from: float) -> None:
     assert hidden.grad is not None and linear.weight.grad is None
 
 
-@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+@either
 def test_before_pruning_it_is_a_linear_layer(csr_from: float) -> None:
     linear = PrunableLinear(nn.Parameter(seeded(24, 20)), csr_from)
     hidden = seeded(3, 20, seed=1)
@@ -129,15 +131,17 @@ def test_bf16_stays_dense() -> None:
 
 
 def test_pruning_again_replaces_the_structure() -> None:
+    """And a copy computes the same."""
     linear = pruned(0.5, ALWAYS)
     mask = pruned(0.9, NEVER).mask
     assert mask is not None
     linear.prune(mask)
     hidden = seeded(3, 20)
     torch.testing.assert_close(linear(hidden), F.linear(hidden, seeded(24, 20) * mask), rtol=1e-5, atol=1e-5)
+    assert torch.equal(copy.deepcopy(linear)(hidden), linear(hidden))
 
 
-@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+@either
 def test_optimizer_steps_keep_zeros(csr_from: float) -> None:
     linear = pruned(0.7, csr_from)
     assert linear.mask is not None
@@ -152,32 +156,27 @@ def test_optimizer_steps_keep_zeros(csr_from: float) -> None:
     assert not optimizer.state[linear.weight]["exp_avg_sq"][~linear.mask].any()
 
 
-def test_a_copy_computes_the_same() -> None:
-    linear = pruned(0.9, ALWAYS)
-    assert torch.equal(copy.deepcopy(linear)(seeded(3, 20)), linear(seeded(3, 20)))
-
-
 # -- the vector of kept values -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("csr_from", [NEVER, ALWAYS])
+@either
 @pytest.mark.parametrize("sparsity", [0.5, 0.9, 1.0])
-@pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 3, 7), (1, 1)])
-def test_a_vector_computes_what_the_dense_weight_does(sparsity: float, csr_from: float, shape: tuple[int, ...]) -> None:
-    masked, vector = pruned(sparsity, csr_from), pruned(sparsity, csr_from)
-    vector.compress()
-    assert vector.mask is None and vector.index is not None and vector.computes_sparse == masked.computes_sparse
-    results = []
-    for linear in (masked, vector):
-        hidden = seeded(*shape, 20, seed=1).requires_grad_()
-        output = linear(hidden)
-        output.backward(seeded(*shape, 24, seed=2))
-        assert linear.weight.grad is not None
-        results.append((output, hidden.grad, linear.weight.grad))
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
-    assert torch.equal(results[0][2].view(-1)[vector.index.long()], results[1][2])
-    assert vector.kept == masked.kept == vector.weight.numel()
-    assert torch.equal(vector.dense_weight(), masked.weight)
+def test_a_vector_computes_what_the_dense_weight_does(sparsity: float, csr_from: float) -> None:
+    for shape in SHAPES:
+        masked, vector = pruned(sparsity, csr_from), pruned(sparsity, csr_from)
+        vector.compress()
+        assert vector.mask is None and vector.index is not None and vector.computes_sparse == masked.computes_sparse
+        results = []
+        for linear in (masked, vector):
+            hidden = seeded(*shape, 20, seed=1).requires_grad_()
+            output = linear(hidden)
+            output.backward(seeded(*shape, 24, seed=2))
+            assert linear.weight.grad is not None
+            results.append((output, hidden.grad, linear.weight.grad))
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+        assert torch.equal(results[0][2].view(-1)[vector.index.long()], results[1][2])
+        assert vector.kept == masked.kept == vector.weight.numel()
+        assert torch.equal(vector.dense_weight(), masked.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
