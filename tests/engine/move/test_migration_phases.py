@@ -22,11 +22,21 @@ from tests.emulated import not_on_it
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.models import Block, Embedding, Head
-from tests.support.training import batches, build, layers_of, move_in_phases, raw, state, train_in_phases, whole
+from tests.support.training import (
+    batches,
+    build,
+    layers_of,
+    move_in_phases,
+    outcome_of,
+    raw,
+    state,
+    train_in_phases,
+    whole,
+)
 
 pytestmark = pytest.mark.ranks
 
-MOVES = ([0, 1, 4, 8], [0, 4, 7, 8], [0, 3, 5, 8])
+MOVES = ([0, 1, 4, 8], [0, 4, 7, 8])
 
 
 class Changing(Block):
@@ -55,24 +65,14 @@ def plan_to(engine: Any, partition: Sequence[int]) -> MigrationPlan:
 # -- all phases -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "overlapped"),
-    [
-        (Case(stages=3), True),
-        (Case(stages=3, tied=True), True),
-        (Case(stages=3, precision="bf16", groups="two"), True),
-        (Case(stages=3, precision="bf16 zero1", replicas=2, groups="two", tied=True), True),
-        (Case(stages=3, precision="fp32 zero1"), True),
-        (Case(stages=3, precision="bf16 zero1", groups="two"), False),
-    ],
-    ids=lambda value: f"{value.precision}-dp{value.replicas}" if isinstance(value, Case) else f"overlapped-{value}",
-)
-def test_a_move_in_phases_changes_nothing(case: Case, overlapped: bool) -> None:
-    still, moved = run_each(
-        case.ranks, train_in_phases, (case, [None] * len(MOVES), overlapped), (case, MOVES, overlapped)
+def test_a_move_in_phases_changes_nothing() -> None:
+    case = Case(stages=3, precision="bf16 zero1", groups="two", tied=True)
+    still, *both = run_each(
+        3, train_in_phases, (case, [None] * len(MOVES), True), (case, MOVES, True), (case, MOVES, False)
     )
-    assert [result["losses"] for result in moved] == [result["losses"] for result in still]
-    assert whole(moved) == whole(still)
+    for moved in both:
+        assert [result["losses"] for result in moved] == [result["losses"] for result in still]
+        assert whole(moved) == whole(still)
 
 
 def poll_a_late_stage() -> tuple[bool, float, float]:
@@ -166,10 +166,9 @@ def test_changes_between_prepare_and_commit_arrive(precision: str) -> None:
         assert receiver["steps"] == 42.0 and receiver["gradient"] == [9.0] and receiver["norm"] == [5.0]
 
 
-def counted_meanwhile(precision: str) -> list[float]:
+def counted_meanwhile() -> list[float]:
     """Return the step counts. A stage that was frozen has none, and takes that of the others at the commit."""
-    case = Case(precision=precision, start=(0, 4, 8))
-    engine = build(case)
+    engine = build(Case(precision="bf16", start=(0, 4, 8)))
     engine.train_batch(batches(engine))
     migrator = migrator_of(engine)
     assert migrator.prepare(plan_to(engine, [0, 2, 8]), overlapped=True)
@@ -184,8 +183,7 @@ def counted_meanwhile(precision: str) -> list[float]:
 
 
 def test_step_counts_are_those_at_the_commit() -> None:
-    for steps in run(2, counted_meanwhile, "bf16"):
-        assert steps == [11.0]
+    assert run(2, counted_meanwhile) == [[11.0], [11.0]]
 
 
 # -- when tensors are alive --------------------------------------------------------------------------------------
@@ -221,12 +219,12 @@ def alive(precision: str, overlapped: bool) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("overlapped", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sent_tensors_live_until_the_commit(precision: str, overlapped: bool) -> None:
-    prepared, started, arrived, committed = run(3, alive, precision, overlapped)[1]
-    assert prepared == started == arrived == (18, 3)
-    assert committed == (0, 2)
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
+def test_sent_tensors_live_until_the_commit(precision: str) -> None:
+    for ranks in run_each(3, alive, (precision, True), (precision, False)):
+        prepared, started, arrived, committed = ranks[1]
+        assert prepared == started == arrived == (18, 3)
+        assert committed == (0, 2)
 
 
 # -- harmless ends -------------------------------------------------------------------------------------------
@@ -257,11 +255,11 @@ def end_harmlessly(case: Case, how: str) -> dict[str, Any]:
     for overlapped in (True, False):
         migrator = migrator_of(engine)
         if how == "abandon":
-            migrator.prepare(plan_to(engine, MOVES[0]), overlapped=overlapped)
+            migrator.prepare(plan_to(engine, [0, 1, 8]), overlapped=overlapped)
             migrator.abandon()
         elif how != "still":
             with broken_on(engine, 1, how), pytest.raises(MigrationError) as failure:
-                migrator.prepare(plan_to(engine, MOVES[1]), overlapped=overlapped)
+                migrator.prepare(plan_to(engine, [0, 1, 8] if how == "allocate" else [0, 7, 8]), overlapped=overlapped)
             assert failure.value.harmless
             message = str(failure.value)
             del failure
@@ -270,17 +268,9 @@ def end_harmlessly(case: Case, how: str) -> dict[str, Any]:
     same = state(engine) == before
     losses.append(engine.train_batch(data).item())
     if how != "still":
-        move_in_phases(engine, MOVES[2], overlapped=True)
+        move_in_phases(engine, [0, 6, 8], overlapped=True)
     losses.append(engine.train_batch(data).item())
-    result = {
-        "message": message,
-        "same": same,
-        "left_bytes": left_bytes,
-        "losses": losses,
-        "state": state(engine),
-        "replica": 0,
-    }
-    return result
+    return {**outcome_of(engine, losses), "message": message, "same": same, "left_bytes": left_bytes}
 
 
 def allocated() -> int:
@@ -293,25 +283,21 @@ def allocated() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(
-    ("how", "precision"),
-    [
-        ("abandon", "fp32"),
-        ("abandon", "bf16 zero1"),
-        ("pack", "fp32"),
-        ("allocate", "bf16 zero1"),
-        ("allocate", "bf16"),
-    ],
-)
-def test_a_move_that_is_not_started_leaves_no_trace(how: str, precision: str) -> None:
-    case = Case(stages=3, precision=precision, groups="two", start=(0, 3, 5, 8))
-    results, still = run_each(3, end_harmlessly, (case, how), (case, "still"))
-    for result in results:
-        assert result["same"]
-        assert result["left_bytes"] <= 0  # gloo may meanwhile free tensors that the batch before sent
-        assert how == "abandon" or "failed on ranks [1], first with MemoryError: no room. No layer" in result["message"]
-    assert [result["losses"] for result in results] == [result["losses"] for result in still]
-    assert whole(results) == whole(still)
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
+def test_a_move_that_is_not_started_leaves_no_trace(precision: str) -> None:
+    case, ways = Case(precision=precision, groups="two", start=(0, 4, 8)), ("abandon", "pack", "allocate")
+    still, *ended = run_each(2, end_harmlessly, (case, "still"), *((case, how) for how in ways))
+    for how, results in zip(ways, ended, strict=True):
+        for result in results:
+            assert result["same"], how
+            assert result["left_bytes"] <= 0, how  # gloo may meanwhile free tensors that the batch before sent
+            if how != "abandon":
+                assert "failed on ranks [1], first with MemoryError: no room. No layer" in result["message"], how
+        assert [result["losses"] for result in results] == [result["losses"] for result in still], how
+        assert whole(results) == whole(still), how
+
+
+FLAT = ("bf16", "bf16 zero1", "fp32 zero1")
 
 
 def move_before_the_step(precision: str) -> tuple[str, list[float]]:
@@ -327,14 +313,12 @@ def move_before_the_step(precision: str) -> tuple[str, list[float]]:
         messages.append(str(failure.value))
 
     engine.before_step(ask)
-    losses = [engine.train_batch(data).item() for _ in range(3)]
+    losses = [engine.train_batch(data).item() for _ in range(2)]
     return "".join(messages[:1]), losses
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1", "fp32 zero1"])
-def test_a_move_that_would_lose_gradients_is_refused(precision: str) -> None:
-    for message, losses in run(2, move_before_the_step, precision):
-        assert (
-            "getting layers ready to move failed on ranks [0, 1]" in message and "after the optimizer's step" in message
-        )
-        assert len(losses) == 3
+def test_a_move_that_would_lose_gradients_is_refused() -> None:
+    for precision, ranks in zip(FLAT, run_each(2, move_before_the_step, *((precision,) for precision in FLAT))):
+        for message, losses in ranks:
+            assert "getting layers ready to move failed on ranks [0, 1]" in message, precision
+            assert "after the optimizer's step" in message and len(losses) == 2, precision

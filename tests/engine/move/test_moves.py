@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
-from torch import nn
 from torch.distributed import distributed_c10d
 
 import ds_dynmo
 from tests.support.configs import Case
 from tests.support.harness import RankError, run, run_each
-from tests.support.models import WIDTH, Block, Embedding, Head, layers_of_many_widths, layers_tied_in_the_middle, seeded
-from tests.support.training import batches, build, layers_of, outcome_of, raw, state, train_and_move
+from tests.support.models import layers_of_many_widths, layers_tied_in_the_middle
+from tests.support.training import (
+    batches,
+    build,
+    check_moves_changed_nothing,
+    layers_of,
+    outcome_of,
+    raw,
+    state,
+    train_and_move,
+    train_layers,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -65,8 +73,7 @@ def hooked(parameter: Any) -> bool:
 def departed_parameters(precision: str) -> int:
     engine = build(Case(stages=2, tied=True, precision=precision))
     data = batches(engine)
-    for _ in range(3):
-        engine.train_batch(data)
+    engine.train_batch(data)
     alive = []
     for partition in ([0, 7, 8], [0, 1, 8]):
         watched = [weakref.ref(p) for p in engine.module.parameters()]
@@ -82,7 +89,13 @@ def departed_parameters(precision: str) -> int:
     return len(alive)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 immediate", "bf16 zero1", "fp32 zero1"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        *("fp32", "bf16 zero1"),
+        *(pytest.param(other, marks=pytest.mark.nightly) for other in ("bf16", "bf16 immediate", "fp32 zero1")),
+    ],
+)
 def test_departed_parameters_are_freed(precision: str) -> None:
     assert run(2, departed_parameters, precision) == [0, 0]
 
@@ -113,84 +126,33 @@ def full_state(case: Case, moves: dict[int, list[int]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("precision", "replicas"),
-    [
-        *(("bf16", 1), ("bf16 zero1", 2), ("fp32 zero1", 1)),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("bf16", 2), ("bf16 zero1", 1), ("fp32 zero1", 2))
-        ),
-    ],
+    [("bf16 zero1", 2), *(pytest.param(other, 1, marks=pytest.mark.nightly) for other in ("bf16", "fp32 zero1"))],
 )
 def test_deepspeed_finds_the_full_state_right_after_a_move(precision: str, replicas: int) -> None:
     case = Case(stages=2, tied=True, precision=precision, replicas=replicas, groups="two")
-    still = run(case.ranks, full_state, case, {})
-    moved = run(case.ranks, full_state, case, {0: [0, 2, 8], 2: [0, 7, 8], 3: [0, 1, 8]})
+    moves = {0: [0, 2, 8], 2: [0, 7, 8], 3: [0, 1, 8]}
+    still, moved = run_each(case.ranks, full_state, (case, {}), (case, moves))
     for before, after in zip(zip(*still), zip(*moved)):  # step by step
         assert {k: v for rank in before for k, v in rank.items()} == {k: v for rank in after for k, v in rank.items()}
 
 
-def stay(precision: str) -> tuple[int, bool]:
-    engine = build(Case(precision=precision))
-    data = batches(engine)
-    engine.train_batch(data)
+def stay() -> tuple[int, bool]:
+    engine = build(Case(precision="bf16 zero1"))
+    engine.train_batch(batches(engine))
     before, modules = state(engine), list(engine.module.forward_funcs)
     report = engine.rebalance([0, 4, 8])
     return report.bytes_moved, state(engine) == before and modules == list(engine.module.forward_funcs)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 zero1"])
-def test_a_rebalance_to_the_same_partition_changes_nothing(precision: str) -> None:
-    for moved, same in run(2, stay, precision):
-        assert moved == 0 and same
-
-
-def check_same_layers(still: list[dict[str, Any]], moved: list[dict[str, Any]], last: list[int]) -> None:
-    """Check losses and state, and that the run with moves ends at the partition ``last``."""
-    assert [r["partition"] == last for r in [*still, *moved]] == [False] * len(still) + [True] * len(moved)
-    assert [r["losses"] for r in still] == [r["losses"] for r in moved]
-    assert {k: v for r in still for k, v in r["state"].items()} == {k: v for r in moved for k, v in r["state"].items()}
-
-
-class Odd(nn.Module):
-    """A layer that cannot be pickled, and counts its batches in an attribute that decides what it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(seeded((WIDTH,), 5))
-        self.register_buffer("seen", torch.zeros(1), persistent=False)
-        self.calls = 0
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.tanh(x)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.seen += 1
-        return hidden + self.activation(hidden * self.weight) * (self.seen + self.calls) * 0.01
-
-
-def odd_layers(case: Case) -> list[Any]:
-    torch.manual_seed(3)
-    return [LayerSpec(Embedding, 1), Block(0), LayerSpec(Odd), nn.LayerNorm(WIDTH), LayerSpec(Head, 2)]
-
-
-def train_layers(
-    make_layers: Callable[[Case], list[Any]], case: Case, moves: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    engine = build(case, make_layers)
-    return outcome_of(engine, train_and_move(engine, batches(engine), moves, 6))
-
-
-def test_layers_given_as_modules_and_unpicklable_layers_move() -> None:
-    case = Case(stages=3)
-    still = run(3, train_layers, odd_layers, case, [])
-    moved = run(3, train_layers, odd_layers, case, [[0, 1, 2, 5], [0, 3, 4, 5], [0, 2, 3, 5]])
-    check_same_layers(still, moved, [0, 2, 3, 5])
+def test_a_rebalance_to_the_same_partition_changes_nothing() -> None:
+    assert run(2, stay) == [(0, True)] * 2
 
 
 def test_layers_between_tuples_of_different_shapes_move() -> None:
-    make, case = layers_of_many_widths, Case(stages=3)
-    still = run(3, train_layers, make, case, [])
-    moved = run(3, train_layers, make, case, [[0, 1, 2, 6], [0, 3, 5, 6], [0, 2, 3, 6]])
-    check_same_layers(still, moved, [0, 2, 3, 6])
+    case, moves = Case(stages=3), [[0, 1, 2, 6], [0, 3, 5, 6], [0, 2, 3, 6]]
+    still, moved = run_each(3, train_layers, *((case, layers_of_many_widths, to, 4) for to in ([], moves)))
+    assert [rank["partition"] for rank in moved] == [moves[-1]] * 3
+    check_moves_changed_nothing(still, moved)
 
 
 def train_tied(case: Case, moves: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -214,5 +176,6 @@ def test_tied_layers_come_to_one_stage_and_part() -> None:
     """Process groups of the stages that share them are made before bytes move; the two latest are kept."""
     case, moves = Case(stages=3), [[0, 1, 5, 6], [0, 3, 4, 6], [0, 1, 2, 6], [0, 1, 3, 6], [0, 4, 5, 6], [0, 3, 4, 6]]
     still, moved = run_each(3, train_tied, (case, []), (case, moves))
-    check_same_layers(still, moved, moves[-1])
+    assert [rank["partition"] for rank in moved] == [moves[-1]] * 3
+    check_moves_changed_nothing(still, moved)
     assert [result["groups"] for result in moved] == [2, 0, 0]

@@ -498,13 +498,13 @@ def train_in_groups(precision: str, moves: list[list[int]]) -> dict[str, Any]:
     """Train with a group for each parameter, of which the stages have different numbers, and a scheduler."""
     case = Case(precision=precision, groups="each", scheduler=True)
     engine = build(case)
-    losses = train_and_move(engine, batches(engine), moves, 5)
+    losses = train_and_move(engine, batches(engine), moves, 3)
     return {**outcome_of(engine, losses), "groups": len(engine.optimizer.param_groups)}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
 def test_equal_parameter_groups_are_one(precision: str) -> None:
-    moves = [[0, 1, 8], [0, 7, 8], [0, 4, 8]]
+    moves = [[0, 1, 8], [0, 7, 8]]
     still, moved = run_each(2, train_in_groups, (precision, []), (precision, moves))
     check_moves_changed_nothing(still, moved)
     assert {rank["groups"] for rank in moved} == {2}
