@@ -38,7 +38,6 @@ COUNTERS: dict[str, Counter] = {}
 class Peeking(Block):
     """A block that may refer to anything."""
 
-    held: Counter
     fails = False
 
     def __init__(self, index: int) -> None:
@@ -61,6 +60,7 @@ class Counting(Block):
     """A block with two counters, one of which its class declares to be the rank's."""
 
     rank_attributes = ("declared",)
+    held: Counter
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -70,9 +70,6 @@ class Counting(Block):
 SHARED = "layer 2's counter, a tests.engine.move.test_refused_references.Counter, is shared with layer 1"
 REFUSED = {
     "counter": [SHARED, '"rank_attributes": ["counter"] in the "dynmo" section'],
-    "in a global dict": [SHARED],
-    "in a class": [SHARED],
-    "weight": ["peeks[0] is up.weight of layer 1"],
     "view": ["peeks[0]['of'] is up.weight of layer 1"],
     "meta": ["peeks[0] is on the meta device"],
     "left behind": ["layer 1 stays and its peeks[0] is up.weight of layer 2"],
@@ -86,18 +83,14 @@ def random_states() -> list[str]:
 
 def refer(how: str, stays: Any, leaves: Any) -> None:
     """Let two layers share a counter, or one refer to a tensor of the other, or to one without values."""
-    weight = stays.up.weight
-    peeks = {"weight": weight, "view": {"of": weight.detach()[0]}, "meta": torch.empty(3, device="meta")}
     if how == "left behind":
         stays.peeks.append(leaves.up.weight)
-    elif how in peeks:
-        leaves.peeks.append(peeks[how])
-    elif how != "constructor":
-        stays.counter = leaves.counter = counter = the_counter()
-        if how == "in a global dict":
-            COUNTERS["the"] = counter
-        if how == "in a class":
-            Peeking.held = counter
+    elif how == "view":
+        leaves.peeks.append({"of": stays.up.weight.detach()[0]})
+    elif how == "meta":
+        leaves.peeks.append(torch.empty(3, device="meta"))
+    elif how == "counter":
+        stays.counter = leaves.counter = the_counter()
 
 
 def forget(*layers: Any) -> None:
@@ -105,9 +98,6 @@ def forget(*layers: Any) -> None:
     for layer in layers:
         layer.peeks.clear()
         vars(layer).pop("counter", None)
-    COUNTERS.clear()
-    if "held" in vars(Peeking):
-        del Peeking.held
 
 
 def move_and_be_refused(moves: bool) -> tuple[dict[str, Any], list[float], list[int]]:
@@ -180,7 +170,7 @@ def test_layers_that_cannot_leave_are_refused_before_the_old_world_ends() -> Non
 
 def move_counters() -> tuple[list[int], list[bool]]:
     """Move layers whose counters belong to the rank, and are also in a global dict and in a class."""
-    COUNTERS["the"] = Peeking.held = the_counter()
+    COUNTERS["the"] = Counting.held = the_counter()
     specs = [LayerSpec(Embedding, 1), *[LayerSpec(Counting, i) for i in range(5)], LayerSpec(Head, 2)]
     engine = build(Case(blocks=4, dynmo={"interval": 0, "rank_attributes": ["counter"]}), lambda _: specs)
     data = batches(engine)
