@@ -118,7 +118,7 @@ MUTATIONS = [
         "_Dtype.__setstate__",
         "order not in ('<', '>', '|') or state != self.plain.newbyteorder(order).__reduce__()[2]",
         "False",
-        f"{SAFE}::test_the_state_of_a_dtype_is_numpys",
+        f"{SAFE}::test_the_state_of_a_dtype_is_numpys_and_calls_are_refused",
     ),
     Mutation(
         "a checkpoint with a class that is not allowed is saved without a word",
