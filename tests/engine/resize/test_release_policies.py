@@ -58,18 +58,13 @@ def kubernetes(server: Server, **settings: Any) -> ReleasePolicy:
     return policy({"release": "kubernetes", "kubernetes": {"dry_run": False, **settings}}, server.secrets)
 
 
-@pytest.fixture(params=["command", "kubernetes"])
-def any_policy(request: pytest.FixtureRequest, tmp_path: Path) -> ReleasePolicy:
-    if request.param == "kubernetes":
-        return kubernetes(request.getfixturevalue("server"))
-    return policy({"release": "command", "command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]})
-
-
-def test_every_policy_may_be_called_again(any_policy: ReleasePolicy) -> None:
-    """A policy may be called again with the same or more ranks."""
-    any_policy.release(PODS_GONE[:1], [*PODS_STAYING, PODS_GONE[1]])
-    any_policy.release(PODS_GONE, PODS_STAYING)
-    assert isinstance(any_policy.release(PODS_GONE, PODS_STAYING), str)
+def test_every_policy_may_be_called_again(server: Server, tmp_path: Path) -> None:
+    """With the same or more ranks."""
+    command = policy({"release": "command", "command": [sys.executable, "-c", RECORDER, str(tmp_path / "told")]})
+    for asked in (command, kubernetes(server)):
+        asked.release(PODS_GONE[:1], [*PODS_STAYING, PODS_GONE[1]])
+        asked.release(PODS_GONE, PODS_STAYING)
+        assert isinstance(asked.release(PODS_GONE, PODS_STAYING), str)
 
 
 def test_without_a_resource_manager_there_is_no_policy() -> None:
