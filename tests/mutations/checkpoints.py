@@ -89,14 +89,15 @@ MUTATIONS = [
         "CheckpointFolder.commit",
         "sync(os.path.join(self.temporary, FOLDER))",
         "write_latest(self._save_dir, self._tag); sync(os.path.join(self.temporary, FOLDER))",
-        f"{DAMAGE}::test_a_kill_at_any_step_leaves_a_whole_checkpoint[one-two-one-blocking-13]",
+        "tests/engine/save/test_checkpoint_folder.py"
+        "::test_nothing_is_left_of_a_save_that_was_killed_at_any_step",
     ),
     Mutation(
         "a flipped bit of a tensor is not noticed",
         "safe_load.find_damaged",
         "_checksum(storage) not in checksums",
         "not checksums",
-        f"{DAMAGE}::test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor",
+        f"{DAMAGE}::test_a_damaged_file_is_named_and_changes_nothing",
     ),
     Mutation(
         "a stage's manifest of another save is taken for this one's",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,128 +18,138 @@ import torch
 from torch.serialization import safe_globals
 
 import ds_dynmo
-from ds_dynmo.engine.save import destinations, writing
+from ds_dynmo.engine.save import applying, destinations, writing
 from ds_dynmo.engine.save import folder as folders
 from tests.support.checkpoints import (
     STEPS,
     Evil,
+    attempt,
     check_same,
-    load_and_continue,
+    load_each,
     outcome,
     refuse,
-    save_and_continue,
     save_as,
     train_on,
-    train_undisturbed,
 )
 from tests.support.configs import Case
 from tests.support.full_disk import files_of_at_most
-from tests.support.harness import RankError, run
-from tests.support.training import build, freeze, state, whole
+from tests.support.harness import RankError, run, run_each
+from tests.support.kills import killed_at
+from tests.support.training import build, drop_decision, freeze, gather, state, whole
 
 pytestmark = pytest.mark.ranks
 
 # -- damaged files ------------------------------------------------------------------------------------
 
+SHARD = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+FILES = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00-model_00.pt"]
+FILES += ["dynmo/rank-pipe_01-data_00-model_00.pt", "dynmo/manifest.json", "dynmo/manifest-pipe_01.json"]
+
+
+def refuse_damages(case: Case, folder: str, hurts: list[tuple[str, str]]) -> tuple[list[Any], list[float], list[float]]:
+    """Return what becomes of each damage, and losses of what follows without the attempts to load, and after them."""
+    engine, other = build(case), build(replace(case, blocks=6))
+    for one, tag in ((engine, "good"), (engine, "same"), (other, "other")):
+        train_on(one, one.global_steps, 1)
+        one.save_checkpoint(folder, tag=tag)
+    engine.rebalance([0, 3, 8])  # a successful load would move layers
+    engine.save_checkpoint(folder, tag="here")
+    undisturbed = train_on(engine, 2, 2)
+    engine.load_checkpoint(folder, tag="here")
+    return refuse(engine, f"{folder}/good", hurts), undisturbed, train_on(engine, 2, 2)
+
 
 def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    case = Case(stages=2)
-    for name, seed in (("good", 0), ("other", 1)):
-        run(2, save_and_continue, replace(case, blocks=5 + seed), str(tmp_path / name), None)
-    run(2, save_and_continue, replace(case, clip=0.01), str(tmp_path / "same"), None)
-    good, other, same = (str(tmp_path / name / f"global_step{STEPS}") for name in ("good", "other", "same"))
-    files = ["layer_03-model_states.pt", "mp_rank_01_model_states.pt", "dynmo/layer_05-data_00-model_00.pt"]
-    files += ["dynmo/rank-pipe_01-data_00-model_00.pt", "dynmo/manifest.json"]
-    files += ["dynmo/manifest-pipe_01.json"]
-    hurts = [(file, how) for file in files for how in ("missing", "truncated", "garbage")]
-    hurts += [("mp_rank_00_model_states.pt", "evil")]
-    hurts += [(file, f"{where}/{file}") for file in files[:2] for where in (other, same)]
-    hurts += [(file, f"{other}/{file}") for file in files[-2:]]
-    hurts += [(file, "flipped") for file in files[:2]]
-    (tmp_path / "copies").mkdir()
-    start = replace(case, start=(0, 3, 8))  # a successful load would move layers
-    results = run(2, refuse, start, good, str(tmp_path / "copies"), hurts)
-    for found in results:
-        for (message, unchanged), (file, how) in zip(found, hurts):
+    hurts = [(file, how) for file in FILES for how in ("missing", "truncated", "garbage")]
+    hurts += [("mp_rank_00_model_states.pt", "evil"), (FILES[0], "flipped"), (SHARD, "flipped")]
+    hurts += [(file, f"{tmp_path}/{where}/{file}") for file in FILES[:2] for where in ("other", "same")]
+    hurts += [(file, f"{tmp_path}/other/{file}") for file in FILES[-2:]]
+    case = Case(stages=2, precision="bf16 zero1", micro_batches=1)
+    for found, undisturbed, then in run(2, refuse_damages, case, str(tmp_path), hurts):
+        for (message, unchanged), (file, how) in zip(found, hurts, strict=True):
             named = file.removesuffix(".json")  # beside another save's manifest, the first of a stage is the wrong one
             assert named in message and unchanged, (file, how, message)
-    assert [found[-1][0] for found in results] == run(2, train_undisturbed, start)
+            if how == "flipped":
+                assert "its checksum differs" in message, file
+                assert file != SHARD or f"{SHARD}: optimizer_state_dict/" in message, "the tensor is named"
+        assert then == undisturbed
 
 
-def test_a_flipped_bit_of_a_shard_names_the_file_and_the_tensor(tmp_path: Path) -> None:
-    case = Case(stages=2, precision="bf16 zero1")
-    run(2, save_and_continue, case, str(tmp_path), None)
-    (tmp_path / "copies").mkdir()
-    folder, shard = str(tmp_path / f"global_step{STEPS}"), "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    results = run(2, refuse, case, folder, str(tmp_path / "copies"), [(shard, "flipped")])
-    for (message, unchanged), _ in results:
-        assert unchanged and f"{shard}: optimizer_state_dict/" in message and "its checksum differs" in message
+def refuse_stock(case: Case, folder: str, hurts: list[tuple[str, str]]) -> list[tuple[str, bool]]:
+    save_as("stock", case, folder)
+    return refuse(build(case), f"{folder}/global_step{STEPS}", hurts)
 
 
 def test_a_malicious_pickle_and_an_empty_file_are_refused(tmp_path: Path) -> None:
-    case = Case(stages=1)
-    run(1, save_as, "stock", case, str(tmp_path))
-    (tmp_path / "copies").mkdir()
     files = ["mp_rank_00_model_states.pt", "layer_00-model_states.pt"]
     says = {"evil": "could run code", "empty": "cannot be read: EOFError: it is empty, or ends too early"}
     hurts = [(file, how) for file in files for how in says]
-    found = run(1, refuse, case, str(tmp_path / f"global_step{STEPS}"), str(tmp_path / "copies"), hurts)[0]
-    for (message, unchanged), (file, how) in zip(found, hurts):
+    (found,) = run(1, refuse_stock, Case(stages=1, micro_batches=1), str(tmp_path), hurts)
+    for (message, unchanged), (file, how) in zip(found, hurts, strict=True):
         assert file in message and says[how] in message and unchanged
     assert not list(tmp_path.rglob("evil"))
 
 
-def save_frozen(case: Case, folder: str) -> None:
-    engine = build(case)
+def lose_dynmo_folders(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, Any], tuple[str, bool]]:
+    """Save, and again with a frozen layer; load both without what ds_dynmo adds to them."""
+    engine, other = build(case), build(case)
+    train_on(engine, 0, 2)
+    engine.save_checkpoint(folder, tag="trained")
+    saved = outcome(engine, train_on(engine, 2, 2))
     freeze(engine, 1)
     engine.model_changed("frozen")
-    train_on(engine, 0)
-    engine.save_checkpoint(folder)
+    drop_decision(engine)
+    engine.save_checkpoint(folder, tag="frozen")
+    gather(None)
+    if engine.global_rank == 0:
+        for tag in ("trained", "frozen"):
+            shutil.rmtree(f"{folder}/{tag}/dynmo")
+    gather(None)
+    refused = attempt(other, folder, tag="frozen")
+    other.load_checkpoint(folder, tag="trained")
+    return saved, outcome(other, train_on(other, 2, 2)), refused
 
 
-def test_a_checkpoint_that_lost_its_dynmo_folder_says_what_it_is(tmp_path: Path) -> None:
-    case = Case(stages=2, precision="bf16 zero1")
-    run(2, save_frozen, case, str(tmp_path))
-    (tmp_path / "copies").mkdir()
-    folder = str(tmp_path / f"global_step{STEPS}")
-    for (message, unchanged), _ in run(2, refuse, case, folder, str(tmp_path / "copies"), [("dynmo", "missing")]):
-        assert unchanged and f"{tmp_path}/copies/0: has no folder dynmo/, so it is read as stock DeepSpeed's" in message
+def test_a_checkpoint_that_lost_its_dynmo_folder_is_read_as_deepspeeds_or_refused_as_that(tmp_path: Path) -> None:
+    case = Case(precision="bf16 zero1", micro_batches=1)
+    saved, loaded, refusals = zip(*run(2, lose_dynmo_folders, case, str(tmp_path)))
+    for what in ("losses", "partition", "lr"):
+        assert loaded[0][what] == saved[0][what]
+    assert whole(list(loaded)) == whole(list(saved))
+    for message, unchanged in refusals:
+        assert unchanged and f"{tmp_path}/frozen: has no folder dynmo/, so it is read as stock DeepSpeed's" in message
         assert "copy it with that folder. " in message and "model_states.pt: has parameter groups of " in message
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
-def test_a_checkpoint_that_lost_its_dynmo_folder_is_read_as_deepspeed_writes_it(tmp_path: Path, precision: str) -> None:
-    case = Case(stages=2, precision=precision)
-    saved = run(2, save_and_continue, case, str(tmp_path), None)
-    shutil.rmtree(tmp_path / f"global_step{STEPS}" / "dynmo")
-    loaded = run(2, load_and_continue, case, str(tmp_path))
-    for what in ("losses", "partition", "lr"):
-        assert loaded[0][what] == saved[0][what]
-    assert whole(loaded) == whole(saved)
+def load_into_others(case: Case, folder: str, others: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    engine = build(case)
+    train_on(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    return [attempt(build(replace(case, **other)), folder) for other in others]
 
 
-def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    case = Case(stages=2)
-    run(2, save_and_continue, case, str(tmp_path), None)
-    for other, message in (
-        (replace(case, blocks=6), "a model of 8 layers, expected 9"),
-        (replace(case, tied=True), "layer 7 has parameters .* there, expected none"),
-        (replace(case, optimizer="SGD"), "AdamW.*expected SGD"),
-        (replace(case, groups="two"), "has 1 parameter groups, expected 2"),
-    ):
-        with pytest.raises(RankError, match=f"CheckpointError.*{message}"):
-            run(2, load_and_continue, other, str(tmp_path))
+def test_a_model_or_an_optimizer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    groups = "has {} parameter groups, expected {}"
+    plain: list[tuple[dict[str, Any], str]] = [
+        ({"blocks": 6}, "a model of 8 layers, expected 9"),
+        ({"tied": True}, "layer 7 has parameters .* there, expected none"),
+        ({"optimizer": "SGD"}, "AdamW.*expected SGD"),
+        ({"groups": "two"}, groups.format(1, 2)),
+    ]
+    one = Case(stages=1, micro_batches=1)
+    flat = replace(one, precision="bf16 zero1")
+    tables = {
+        "fp32": (one, plain),
+        "one group": (flat, [({"groups": "two"}, "flat-pipe_0.*" + groups.format(1, 2))]),
+        "two groups": (replace(flat, groups="two"), [({"groups": "one"}, "flat-pipe_0.*" + groups.format(2, 1))]),
+    }
+    calls = [(case, f"{tmp_path}/{name}", [other for other, _ in table]) for name, (case, table) in tables.items()]
+    for (found,), (_, table) in zip(run_each(1, load_into_others, *calls), tables.values(), strict=True):
+        for (message, unchanged), (other, says) in zip(found, table, strict=True):
+            assert re.search(says, message) and unchanged, other
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1"])
-def test_flat_buffers_of_other_groups_are_refused(tmp_path: Path, precision: str) -> None:
-    """They are refused before anything changes."""
-    cases = [Case(stages=2, precision=precision, groups=groups) for groups in ("one", "two")]
-    for case, folder in zip(cases, ("one", "two")):
-        run(2, save_as, "ours", case, str(tmp_path / folder))
-    for case, folder, counts in ((cases[1], "one", (1, 2)), (cases[0], "two", (2, 1))):
-        with pytest.raises(RankError, match="flat-pipe_0.*has {} parameter groups, expected {}".format(*counts)):
-            run(2, load_and_continue, case, str(tmp_path / folder))
+# -- writing ------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -150,33 +160,6 @@ STEPS_OF_WRITING = [
     (os, "rename"), (os, "replace"), (os, "makedirs"), (os, "rmdir"), (os, "unlink"), (os, "fsync"), (torch, "save"),
     (shutil, "rmtree"), (destinations, "copied_records"), (destinations, "write_records"),
 ]  # fmt: skip
-
-
-class Countdown:
-    """Kills the process at the n-th step of writing, counted over all files."""
-
-    def __init__(self, step: int, die: Callable[[], None]) -> None:
-        self.left, self.die = step, die
-        self._originals: list[Any] = []
-
-    def __enter__(self) -> Countdown:
-        for module, name in STEPS_OF_WRITING:
-            self._originals.append(getattr(module, name))
-            setattr(module, name, self._counting(self._originals[-1]))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for (module, name), original in zip(STEPS_OF_WRITING, self._originals):
-            setattr(module, name, original)
-
-    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            if self.left == 0:
-                self.die()
-            self.left -= 1
-            return original(*args, **kwargs)
-
-        return count
 
 
 def killed() -> None:
@@ -200,9 +183,9 @@ def problems_after_kill(engine: Any, folder: str, saved: dict[str, Any], tag: st
     return ""
 
 
-def kill_everywhere(folder: str, tags: list[str], kind: str, every: int) -> list[tuple[int, str]]:
-    """Kill the writing of the last of ``tags`` at every ``every``-th step. Return what is wrong afterwards, by step."""
-    engine = build(Case(stages=1, blocks=1, dynmo={"interval": 0, "checkpoint": kind}))
+def kill_everywhere(folder: str, tags: list[str], kind: str) -> list[tuple[int, str]]:
+    """Kill the writing of the last of ``tags`` at every step. Return what is wrong afterwards, by step."""
+    engine = build(Case(stages=1, blocks=1, micro_batches=1, dynmo={"interval": 0, "checkpoint": kind}))
     wrong, step, survived = [], 0, False
     while not survived:
         target = os.path.join(folder, str(step))
@@ -214,7 +197,7 @@ def kill_everywhere(folder: str, tags: list[str], kind: str, every: int) -> list
             saved[tag] = (engine.global_steps, state(engine))
         train_on(engine, 0, 1)
         new = (engine.global_steps, state(engine))
-        with Countdown(step, killed):
+        with killed_at(step, STEPS_OF_WRITING, killed):
             try:
                 engine.save_checkpoint(target, tag=tags[-1])
                 engine.wait_for_save()
@@ -234,100 +217,91 @@ def kill_everywhere(folder: str, tags: list[str], kind: str, every: int) -> list
         names = {name for name in os.listdir(target)}
         if folders.read_latest(target) != tags[-1] or names != {*tags, "latest"}:
             wrong.append((step, f"left {names}"))
-        step += every
+        step += 1
         shutil.rmtree(target)
     return [*wrong, (step, "steps")]
 
 
-# -- writing ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["blocking", "background"])
-@pytest.mark.parametrize(
-    "tags",
-    [pytest.param(["one", "two"], marks=pytest.mark.nightly), ["one", "one"], ["one", "two", "one"]],
-    ids="-".join,
-)
-@pytest.mark.every_variant
-def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], kind: str, every: int) -> None:
-    *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, kind, every)[0]
+@pytest.mark.parametrize("tags", [["one", "two"], ["one", "one"], ["one", "two", "one"]], ids="-".join)
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, tags: list[str], kind: str) -> None:
+    """A rank that dies at some steps, and a folder after each, are tested always: below, and in its own file."""
+    *wrong, (steps, _) = run(1, kill_everywhere, str(tmp_path), tags, kind)[0]
     assert not wrong
     assert steps > 20
 
 
-def nightly(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
 def save_twice_and_die(case: Case, folder: str, rank: int, step: int) -> None:
     engine = build(case)
-    train_on(engine, 0)
+    train_on(engine, 0, 1)
     engine.save_checkpoint(folder, tag="t")
     engine.wait_for_save()
-    train_on(engine, STEPS)
-    with Countdown(step if engine.global_rank == rank else 10**6, lambda: os._exit(1)):
+    train_on(engine, 1, 1)
+    with killed_at(step if engine.global_rank == rank else 10**6, STEPS_OF_WRITING, lambda: os._exit(1)):
         engine.save_checkpoint(folder, tag="t")
         engine.wait_for_save()
 
 
-IN_THE_MIDDLE = [  # one of each phase is always tested; all are in the nightly form
-    *(("blocking", 1, 2), nightly("blocking", 0, 3), nightly("blocking", 0, 12)),
-    *(("background", 0, 8), nightly("background", 1, 5)),  # copying
-    *(("background", 1, 12), nightly("background", 0, 18)),  # writing
-    *(("background", 1, 20), nightly("background", 0, 30)),  # waiting until files are on the disk
-    ("background", 0, 39),  # about to rename
-]
-
-
-@pytest.fixture(scope="module")
-def saved_whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What ranks have after they saved and trained on."""
-    return run(2, save_and_continue, Case(stages=2), str(tmp_path_factory.mktemp("reference")))
-
-
-@pytest.mark.parametrize(("kind", "rank", "step"), IN_THE_MIDDLE)
-@pytest.mark.every_variant
+@pytest.mark.parametrize(
+    "deaths",
+    [  # how it saves, the rank that dies, and the step of writing: one of each phase is always tested
+        [("blocking", 1, 2), ("background", 0, 8), ("background", 1, 12), ("background", 1, 20), ("background", 0, 39)],
+        pytest.param(
+            [
+                *(("blocking", 0, 3), ("blocking", 0, 12)),
+                ("background", 1, 5),  # copying
+                ("background", 0, 18),  # writing
+                ("background", 0, 30),  # waiting until files are on the disk; at 39 about to rename
+            ],
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["each phase", "more"],
+)
 def test_a_rank_that_dies_while_writing_leaves_the_previous_checkpoint(
-    tmp_path: Path, saved_whole: list[Any], kind: str, rank: int, step: int
+    tmp_path: Path, deaths: list[tuple[str, int, int]]
 ) -> None:
-    case = Case(stages=2, dynmo={"interval": 0, "checkpoint": kind, "timeout_seconds": 20})
-    with pytest.raises(RankError, match="died"):
-        run(2, save_twice_and_die, case, str(tmp_path), rank, step)
-    check_same(saved_whole, run(2, load_and_continue, case, str(tmp_path)))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "t"]  # loading removed the rest
+    saved_in = [f"{tmp_path}/{kind} {rank} {step}" for kind, rank, step in deaths]
+    for folder, (kind, rank, step) in zip(saved_in, deaths, strict=True):
+        case = Case(stages=2, micro_batches=1, dynmo={"interval": 0, "checkpoint": kind, "timeout_seconds": 20})
+        with pytest.raises(RankError, match="died"):
+            run(2, save_twice_and_die, case, folder, rank, step)
+    assert run(2, load_each, Case(stages=2, micro_batches=1), saved_in) == [[True] * len(deaths)] * 2
+    for folder in saved_in:
+        assert sorted(os.listdir(folder)) == ["latest", "t"], folder  # loading removed the rest
 
 
 def failure_at_the_end(engine: Any, folder: str) -> str:
     """Return the message if one rank fails after the last collective."""
-    from ds_dynmo.engine.save import applying
-
     if engine.global_rank == 1:
         applying.restore_random_states = lambda states: [][0]
-    try:
+    with pytest.raises(ds_dynmo.CheckpointError) as error:
         engine.load_checkpoint(folder, tag="good")
-    except ds_dynmo.CheckpointError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
-def save_fails(case: Case, folder: str) -> tuple[list[str], dict[str, Any]]:
-    """Save while one rank's disk is full; then client states that cannot be loaded, or not before they are allowed."""
+def save_fails(case: Case, folder: str) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Save while one rank's disk is full; then client states that cannot be loaded, or not before they are allowed.
+
+    Returns:
+        What is said, and what follows without failures, and after those of saves.
+    """
     engine = build(case)
-    train_on(engine, 0)
+    train_on(engine, 0, 1)
     engine.save_checkpoint(folder, tag="good")
+    undisturbed = outcome(engine, train_on(engine, 1, 2))
+    engine.load_checkpoint(folder)
     messages = []
     for into, client in ((f"{folder}/new/one", {}), (folder, {}), (folder, {"evil": Evil(folder)})):
         full = not client and engine.global_rank == 1
-        try:
-            with files_of_at_most(1000) if full else nullcontext():
-                engine.save_checkpoint(into, tag="bad", client_state=client)
-        except ds_dynmo.CheckpointError as error:
-            messages.append(str(error))
+        with pytest.raises(ds_dynmo.CheckpointError) as error, files_of_at_most(1000) if full else nullcontext():
+            engine.save_checkpoint(into, tag="bad", client_state=client)
+        messages.append(str(error.value))
     assert sorted(os.listdir(folder)) == ["good", "latest"], os.listdir(folder)
-    found = outcome(engine, train_on(engine, STEPS))
+    found = outcome(engine, train_on(engine, 1, 2))
     about_allowing = allow_later(engine, folder)
-    return [*messages, failure_at_the_end(engine, folder), *about_allowing], found
+    return [*messages, failure_at_the_end(engine, folder), *about_allowing], undisturbed, found
 
 
 class Kind(enum.Enum):
@@ -352,14 +326,12 @@ def allow_later(engine: Any, folder: str) -> list[str]:
 
 
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    case = Case(stages=2)
-    results = run(2, save_fails, case, str(tmp_path))
-    for (to_new_folder, full, unsafe, at_the_end, *about_allowing), _ in results:
+    said, undisturbed, found = zip(*run(2, save_fails, Case(micro_batches=1), str(tmp_path)))
+    for to_new_folder, full, unsafe, at_the_end, *about_allowing in said:
         for message, written in ((to_new_folder, tmp_path / "new" / "one"), (full, tmp_path)):
             assert message.startswith(f"rank 1: OSError: [Errno 27] File too large: '{written}/.bad.writing/")
         assert "could run code" in unsafe and "mp_rank_00" in unsafe
         assert "neither what it was nor what was saved: rank 1: IndexError" in at_the_end
         line = f"from {__name__} import Kind; torch.serialization.add_safe_globals([Kind])"
         assert all(line in message for message in about_allowing)
-    saved = run(2, save_and_continue, case, str(tmp_path / "reference"))
-    check_same(saved, [found for _, found in results])
+    check_same(list(undisturbed), list(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +13,20 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from tests.support.checkpoints import (
-    STEPS,
     attempt,
+    check_comes_back,
     check_same,
+    exchange_with_stock,
     files_read,
     load_and_continue,
-    load_as,
     load_frozen,
     load_stock_weights,
     outcome,
     refuse,
-    save_and_continue,
+    save_and_come_back,
     save_as,
     save_then_thaw,
     train_on,
-    train_undisturbed,
 )
 from tests.support.configs import Case
 from tests.support.harness import run
@@ -37,74 +35,59 @@ from tests.support.training import build, drop_decision, layers_of, whole
 
 pytestmark = pytest.mark.ranks
 
-SLICED = Case(stages=2, slices=2, blocks=4, clip=0.05)
-
-
-def load(case: Case, folder: str, dynmo: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Load into an engine that has already trained a batch."""
-    made = case if dynmo is None else Case(**{**vars(case), "dynmo": dynmo})
-    return load_and_continue(made, folder, 1, sliced_layers)
-
-
-def save_and_resume(case: Case, folder: str, move: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the results of a run after a checkpoint, and of runs that resume from it at other partitions."""
-    saved = save_and_continue(case, folder, move, sliced_layers)
-    return [saved, load(case, folder), load(case, folder, {"enabled": False})]
+SLICED = Case(stages=2, slices=2, blocks=4, clip=0.05, micro_batches=2)
 
 
 @pytest.mark.parametrize(
-    ("case", "others"),
+    ("case", "stages"),
     [
-        pytest.param(replace(SLICED, tied=True, groups="two"), (1,), id="fp32", marks=pytest.mark.nightly),
-        pytest.param(replace(SLICED, precision="bf16 zero1", tied=True), (3,), id="bf16 zero1"),
-        pytest.param(replace(SLICED, precision="bf16", groups="two"), (1,), id="bf16", marks=pytest.mark.nightly),
-        pytest.param(
-            replace(SLICED, precision="bf16 zero1", replicas=2, groups="two"),
-            (1,),
-            id="replicas",
-            marks=pytest.mark.nightly,
+        pytest.param(replace(SLICED, precision="bf16 zero1", tied=True), 1, id="bf16 zero1"),
+        *(
+            pytest.param(replace(SLICED, **differs), stages, id=name, marks=pytest.mark.nightly)
+            for name, stages, differs in (
+                ("fp32", 3, {"tied": True, "groups": "two"}),
+                ("bf16", 1, {"precision": "bf16", "groups": "two"}),
+                ("replicas", 1, {"precision": "bf16 zero1", "replicas": 2, "groups": "two"}),
+            )
         ),
     ],
 )
-def test_a_run_resumes_at_any_partition(tmp_path: Path, case: Case, others: tuple[int, ...]) -> None:
-    saved, *resumed = zip(*run(case.ranks, save_and_resume, case, str(tmp_path), [0, 1, 6]))
-    for loaded in resumed:
-        check_same(list(saved), list(loaded))
-    assert [loaded[0]["partition"] for loaded in resumed] == [[0, 1, 6], [0, 3, 6]]
-    assert [found["random"] for found in resumed[0]] == [found["random"] for found in saved]
-    for stages in others:
-        other = replace(case, stages=stages)
-        check_same(list(saved), run(other.ranks, load, other, str(tmp_path)))
+def test_a_run_resumes_at_any_partition(tmp_path: Path, case: Case, stages: int) -> None:
+    ranks = run(case.ranks, save_and_come_back, case, str(tmp_path), sliced_layers)
+    check_comes_back(case, ranks)
+    other = replace(case, stages=stages)
+    loaded = run(other.ranks, load_and_continue, other, str(tmp_path), 1, sliced_layers, 2)
+    check_same([saved for saved, _ in ranks], loaded)
 
 
-def between_stock_and_ours(case: Case, folder: str) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """Return, per writer and reader, the writer's results after saving, and the reader's after loading."""
-    saved = {}
-    for writer in ("stock", "ours", "moved and back"):
-        saved[writer] = save_as(writer, case, os.path.join(folder, writer), sliced_layers)
-    pairs = (("stock", "ours"), ("ours", "stock"), ("moved and back", "stock"))
-    return {
-        (writer, reader): (
-            saved[writer],
-            load_as(reader, case, os.path.join(folder, writer), sliced_layers)[:2],
-        )
-        for writer, reader in pairs
-    }
+EXCHANGED = replace(SLICED, precision="bf16 zero1", clip=0.0, groups="two", scheduler=True, tied=True)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16 zero1"])
-def test_checkpoints_load_in_stock_and_back(tmp_path: Path, precision: str) -> None:
-    case = replace(SLICED, precision=precision, clip=0.0, groups="two", scheduler=True, tied=True)
-    for rank, ways in enumerate(run(4, between_stock_and_ours, case, str(tmp_path))):
-        for way, (saved, loaded) in ways.items():
-            assert loaded == saved, (rank, way)
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder in which DeepSpeed's engine and ours have saved, and what followed when they loaded it."""
+    folder = tmp_path_factory.mktemp("exchanged")
+    return folder, run(4, exchange_with_stock, EXCHANGED, str(folder), sliced_layers)
+
+
+def test_checkpoints_load_in_stock_and_back(exchanged: tuple[Path, list[Any]]) -> None:
+    folder, ranks = exchanged
+    for rank, ways in enumerate(ranks):
+        for way, (expected, loaded) in ways.items():
+            assert loaded == expected, (rank, way)
         assert len(ways) == 3
     files = {
-        writer: {str(path.relative_to(tmp_path / writer)) for path in (tmp_path / writer).rglob("*") if path.is_file()}
+        writer: {str(path.relative_to(folder / writer)) for path in (folder / writer).rglob("*") if path.is_file()}
         for writer in ("stock", "ours")
     }
     assert files["stock"] == {name for name in files["ours"] if "dynmo" not in name}
     assert all("-model_0" in name for name in files["ours"] if "dynmo" in name and "manifest" not in name)
+
+
+@pytest.mark.nightly
+def test_checkpoints_in_fp32_load_in_stock_and_back(tmp_path: Path) -> None:
+    for ways in run(4, exchange_with_stock, replace(EXCHANGED, precision="fp32"), str(tmp_path), sliced_layers):
+        assert all(loaded == expected for expected, loaded in ways.values())
 
 
 @pytest.mark.nightly
@@ -120,32 +103,37 @@ def refuse_another_degree(case: Case, folders: Sequence[str]) -> list[tuple[str,
     return [attempt(engine, folder) for folder in folders]
 
 
-def test_another_tensor_parallel_degree_is_refused(tmp_path: Path) -> None:
-    folders = [str(tmp_path / writer) for writer in ("ours", "stock")]
-    for writer, folder in zip(("ours", "stock"), folders):
-        run(4, save_as, writer, SLICED, folder, sliced_layers)
-    for other in (replace(SLICED, stages=1, slices=4), replace(SLICED, slices=1)):
+def test_another_tensor_parallel_degree_is_refused(exchanged: tuple[Path, list[Any]]) -> None:
+    folders = [str(exchanged[0] / writer) for writer in ("ours", "stock")]
+    for other in (replace(EXCHANGED, stages=1, slices=4), replace(EXCHANGED, slices=1)):
         for found in run(other.ranks, refuse_another_degree, other, folders):
-            for (message, unchanged), folder in zip(found, folders):
+            for (message, unchanged), folder in zip(found, folders, strict=True):
                 assert folder in message and unchanged
                 assert f"written with 2 tensor-parallel slices, expected {other.slices}" in message
 
 
-def test_each_slice_reads_its_own_files_once(tmp_path: Path) -> None:
-    run(4, save_and_continue, SLICED, str(tmp_path), [0, 2, 6], sliced_layers)
-    read = run(2, files_read, replace(SLICED, stages=1), str(tmp_path), sliced_layers)
+def test_each_slice_reads_its_own_files_once(exchanged: tuple[Path, list[Any]]) -> None:
+    (folder,) = (exchanged[0] / "ours").glob("global_step*")
+    read = run(2, files_read, replace(EXCHANGED, stages=1), str(folder.parent), sliced_layers)
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*layer_*.pt")}
     for place, names in enumerate(read):
-        stages = [name for name in names if name.startswith("mp_rank")]
-        assert stages == [f"mp_rank_{stage * 2 + place:02d}_model_states.pt" for stage in (0, 1)]
-        layers = [name for name in names if name not in stages]
-        assert len(layers) == 12 == len(set(layers))  # six of DeepSpeed's and six of ours
-        assert all(f"-model_{place:02d}" in name for name in layers)
+        shards = [f"bf16_zero_pp_rank_0_mp_rank_{stage * 2 + place:02d}_optim_states.pt" for stage in (0, 1)]
+        assert [name for name in names if "mp_rank" in name] == [*shards, f"mp_rank_{place:02d}_model_states.pt"]
+        of_layers = [name for name in names if "layer_" in name]
+        assert of_layers == sorted(name for name in written if f"-model_{place:02d}" in name)
+
+
+def refuse_damages(case: Case, folder: str, hurts: list[tuple[str, str]]) -> tuple[list[tuple[str, bool]], list[float]]:
+    engine = build(case, sliced_layers)
+    train_on(engine, 0, 1)
+    engine.save_checkpoint(folder, tag="good")
+    engine.rebalance([0, 1, 6])  # a successful load would move layers
+    return refuse(engine, f"{folder}/good", hurts), train_on(engine, 1, 2)
 
 
 @pytest.mark.nightly
 def test_damage_of_one_slice_changes_no_slice(tmp_path: Path) -> None:
-    run(4, save_and_continue, SLICED, str(tmp_path), None, sliced_layers)
-    good = tmp_path / f"global_step{STEPS}"
+    good = tmp_path / "good"
     hurts = [
         ("layer_02-model_01-model_states.pt", "missing"),
         ("mp_rank_03_model_states.pt", "truncated"),
@@ -154,14 +142,12 @@ def test_damage_of_one_slice_changes_no_slice(tmp_path: Path) -> None:
         ("layer_00-model_01-model_states.pt", str(good / "layer_05-model_01-model_states.pt")),
         ("mp_rank_02_model_states.pt", str(good / "mp_rank_03_model_states.pt")),
     ]
-    (tmp_path / "copies").mkdir()
-    start = replace(SLICED, start=(0, 1, 6))  # a successful load would move layers
-    results = run(4, refuse, start, str(good), str(tmp_path / "copies"), hurts, sliced_layers)
-    for found in results:
-        for (message, unchanged), (file, how) in zip(found, hurts):
+    results = run(4, refuse_damages, SLICED, str(tmp_path), hurts)
+    for found, _ in results:
+        for (message, unchanged), (file, how) in zip(found, hurts, strict=True):
             assert file in message and unchanged, (file, how, message)
-    undisturbed = run(4, train_undisturbed, start, sliced_layers)
-    assert [found[-1][0] for found in results] == undisturbed
+    undisturbed = run(4, refuse_damages, SLICED, str(tmp_path / "whole"), [])
+    assert [losses for _, losses in results] == [losses for _, losses in undisturbed]
 
 
 @pytest.mark.nightly
@@ -220,20 +206,20 @@ def words(engine: Any) -> dict[tuple[int, int], str]:
 
 def save_changed(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case, changing_layers)
-    train_on(engine, 0)
+    train_on(engine, 0, 1)
     change(engine)
-    train_on(engine, STEPS, 1)
+    train_on(engine, 1, 1)
     engine.save_checkpoint(folder)
-    return {**outcome(engine, train_on(engine, STEPS + 1)), "words": words(engine)}
+    return {**outcome(engine, train_on(engine, 2, 2)), "words": words(engine)}
 
 
 def load_changed(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case, changing_layers)
     engine.load_checkpoint(folder)
-    return {**outcome(engine, train_on(engine, STEPS + 1)), "words": words(engine)}
+    return {**outcome(engine, train_on(engine, 2, 2)), "words": words(engine)}
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_changed_slices_load_as_they_were_saved(tmp_path: Path, stages: int) -> None:
     saved = run(4, save_changed, SLICED, str(tmp_path))
     case = replace(SLICED, stages=stages)
