@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RESUMES = "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_an_engine_that_trained_at_another_partition"
+CHECKPOINT = "tests/engine/save/test_checkpoint.py"
+SHAPES = f"{CHECKPOINT}::test_a_run_resumes_in_any_shape"
 DAMAGE = "tests/engine/save/test_checkpoint_damage.py"
 SAFE = "tests/engine/save/test_safe_load.py"
 CHANGED = "tests/engine/save/test_checkpoint_changed_layers.py"
@@ -133,21 +134,21 @@ MUTATIONS = [
         "files._files_named",
         "layers[place] - module._local_start",
         "place",
-        "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_any_shape -k fp32",
+        SHAPES,
     ),
     Mutation(
         "a resumed run does not continue its ranks' random numbers",
         "applying._put_progress",
         "loaded.random is not None",
         "False",
-        f"{RESUMES} -k SGD",
+        f"{CHECKPOINT}::test_a_run_comes_back_with_every_kind_of_optimizer_and_of_groups",
     ),
     Mutation(
         "the pieces of a saved parameter are put together with an overlap of one element",
         "flat._elements",
         "(interval.start, tensor",
         "(max(interval.start - 1, 0), tensor",
-        f"{RESUMES} -k zero1",
+        f"{CHECKPOINT}::test_a_run_of_replicas_comes_back",
     ),
     Mutation(
         "the state of frozen layers is not written",
@@ -197,6 +198,6 @@ MUTATIONS = [
         "target._may_have_shape",
         "stage.config.schedule.kind != 'auto'",
         "True",
-        "tests/engine/save/test_checkpoint.py::test_a_run_resumes_in_any_shape -k fp32",
+        SHAPES,
     ),
 ]
