@@ -191,7 +191,7 @@ MUTATIONS = [
         "_Records.write_record",
         "data.clone()",
         "data",
-        f"{BACKGROUND}::test_nothing_that_changes_later_is_written[fp32]",
+        f"{BACKGROUND}::test_a_save_in_the_background_writes_the_same_files_whatever_changes_later",
     ),
     Mutation(
         "a run that may take any shape stays in its own where a checkpoint of another is loaded",
