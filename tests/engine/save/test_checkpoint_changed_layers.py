@@ -15,19 +15,16 @@ from torch import nn
 import ds_dynmo
 from ds_dynmo.models import local_layers
 from tests.support.checkpoints import (
-    STEPS,
     check_same,
     kept,
     load_and_continue,
     load_frozen,
     outcome,
-    save_and_continue,
     save_then_thaw,
-    skewed,
     train_on,
 )
 from tests.support.configs import Case, config
-from tests.support.harness import run
+from tests.support.harness import run, run_each
 from tests.support.models import (
     WIDTH,
     Block,
@@ -36,6 +33,7 @@ from tests.support.models import (
     FrozenBlock,
     Head,
     changing_layers,
+    layers,
     module_of,
     seeded,
 )
@@ -44,10 +42,18 @@ from tests.support.training import build, drop_decision, freeze, layers_of, raw,
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 zero1"])
-@pytest.mark.parametrize("stages", [1, 2])
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("precision", "stages"),
+    [
+        ("bf16 zero1", 1),
+        *(pytest.param(*variant, marks=NIGHTLY) for variant in (("bf16 zero1", 2), ("bf16", 1), ("bf16", 2))),
+    ],
+)
 def test_frozen_layers_get_their_state_back(tmp_path: Path, precision: str, stages: int) -> None:
-    case = Case(stages=2, precision=precision, groups="two", clip=0.05)
+    case = Case(precision=precision, groups="two", clip=0.05, micro_batches=1)
     saved = run(2, save_then_thaw, case, str(tmp_path), 3, [0, 2, 8])
     loaded = run(stages, load_frozen, replace(case, stages=stages), str(tmp_path))
     assert loaded[0]["losses"] == saved[0]["losses"]
@@ -56,18 +62,20 @@ def test_frozen_layers_get_their_state_back(tmp_path: Path, precision: str, stag
 
 def load_weights_only(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case)
-    train_on(engine, 50, 1)
+    train_on(engine, 0, 2)
+    engine.rebalance([0, 1, 8])
+    engine.save_checkpoint(folder)
+    engine.rebalance([0, 4, 8])
+    train_on(engine, 50, 2)
     engine.load_checkpoint(folder, load_optimizer_states=False)
     masters = {key: value for key, value in state(engine)["shards"].items() if key.endswith("/master")}
     weights = {key: value for key, value in state(engine).items() if isinstance(value, bytes) and "/" not in key}
-    return {"masters": masters, "weights": weights, "losses": train_on(engine, STEPS, 2)}
+    return {"masters": masters, "weights": weights, "losses": train_on(engine, 2, 2)}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32 zero1"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32 zero1", marks=NIGHTLY)])
 def test_weights_load_without_state_under_a_wrapper(tmp_path: Path, precision: str) -> None:
-    case = Case(stages=2, precision=precision)
-    run(2, save_and_continue, case, str(tmp_path), skewed(2))
-    for result in run(2, load_weights_only, case, str(tmp_path)):
+    for result in run(2, load_weights_only, Case(precision=precision), str(tmp_path)):
         assert result["masters"]
         for key, (_, master) in result["masters"].items():
             weights = torch.frombuffer(bytearray(result["weights"][key.removesuffix("/master")]), dtype=torch.uint8)
@@ -106,7 +114,7 @@ def tied_tapered(case: Case) -> list[Any]:
 
 def save_narrowed_tie(case: Case, folder: str) -> dict[str, Any]:
     engine = build(case, tied_tapered)
-    train_on(engine, 0)
+    train_on(engine, 0, 2)
     for layer in layers_of(engine).values():
         if isinstance(layer, Tapered):
             narrow(layer, engine.basic_optimizer)
@@ -114,27 +122,43 @@ def save_narrowed_tie(case: Case, folder: str) -> dict[str, Any]:
     engine.model_changed("narrower")
     drop_decision(engine)
     engine.save_checkpoint(folder)
-    return outcome(engine, train_on(engine, STEPS))
+    return outcome(engine, train_on(engine, 2, 2))
+
+
+@pytest.fixture(scope="module")
+def narrowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """The folder that :func:`save_narrowed_tie` saved in, and what the run had later."""
+    folder = str(tmp_path_factory.mktemp("narrowed"))
+    return folder, run(2, save_narrowed_tie, Case(), folder)
+
+
+@pytest.mark.parametrize("stages", [3, *(pytest.param(number, marks=NIGHTLY) for number in (1, 2))])
+def test_a_tied_layer_of_another_shape_is_saved_and_loaded(
+    narrowed: tuple[str, list[dict[str, Any]]], stages: int
+) -> None:
+    folder, saved = narrowed
+    check_same(saved, run(stages, load_and_continue, Case(stages=stages), folder, 1, tied_tapered, 2))
 
 
 def weights_onto_moments(case: Case, folder: str) -> dict[str, Any]:
     """Load only the weights of :func:`save_narrowed_tie` into an engine that has trained."""
     engine = build(case, tied_tapered)
-    train_on(engine, 50)
+    train_on(engine, 50, 2)
     before = state(engine)
     engine.load_checkpoint(folder, load_module_only=True)
     found = {"before": before, "after": state(engine), "replica": engine.grid.get_data_parallel_id()}
     return {
         **found,
         "dtypes": {parameter.dtype for parameter in engine.module.parameters()},
-        "losses": train_on(engine, 0),
+        "losses": train_on(engine, 0, 2),
     }
 
 
-def test_weights_of_another_shape_keep_the_state_of_other_parameters(tmp_path: Path) -> None:
-    run(2, save_narrowed_tie, Case(stages=2), str(tmp_path))
+def test_weights_of_another_shape_keep_the_state_of_other_parameters(
+    narrowed: tuple[str, list[dict[str, Any]]],
+) -> None:
     case = Case(stages=2, replicas=2, precision="bf16 zero1", groups="two")
-    results = run(case.ranks, weights_onto_moments, case, str(tmp_path))
+    results = run(case.ranks, weights_onto_moments, case, narrowed[0])
     before, after = (whole([{**found, "state": found[when]} for found in results]) for when in ("before", "after"))
     assert before.keys() == after.keys()
     assert {key.partition("/")[2] for key in before} == {"", "group", "master", "exp_avg", "exp_avg_sq", "step"}
@@ -154,37 +178,38 @@ def test_weights_of_another_shape_keep_the_state_of_other_parameters(tmp_path: P
     assert all(0 < loss < 5 for found in results for loss in found["losses"])
 
 
-def other_precisions(folder: str, ways: Sequence[tuple[str, str]]) -> list[tuple[set[Any], Any, list[float]]]:
-    """Load weights into an engine of another precision. Return dtypes, that of a converted buffer, and losses."""
+def other_precisions(folder: str) -> list[tuple[set[Any], Any, list[float]]]:
+    """Load weights in fp32, and those in bf16 again. Return dtypes, that of a converted buffer, and losses."""
 
     def make_layers(case: Case) -> list[Any]:
         made = changing_layers(case)
         return [made[0], LayerSpec(FrozenBlock, 1), *made[2:]]
 
+    lower, full = (build(Case(precision=precision), make_layers) for precision in ("bf16 buffers", "fp32"))
+    layer = layers_of(lower).get(2)
+    if layer is not None:
+        layer.register_buffer("exact", torch.ones(2, dtype=torch.float64))
     found = []
-    for number, (saved, loaded) in enumerate(ways):
-        engine = build(Case(stages=2, precision=saved), make_layers)
-        layer = layers_of(engine).get(2)
-        if layer is not None:
-            layer.register_buffer("exact", torch.ones(2, dtype=torch.float64))
-        train_on(engine, 0, 1)
-        engine.save_checkpoint(folder, tag=str(number))
-        engine = build(Case(stages=2, precision=loaded), make_layers)
-        engine.load_checkpoint(folder, tag=str(number), load_module_only=True)
-        tensors = dict([*engine.module.named_parameters(), *engine.module.named_buffers()])
+    for saved, loaded in ((lower, full), (full, lower)):
+        train_on(saved, 0, 1)
+        saved.save_checkpoint(folder)
+        loaded.load_checkpoint(folder, load_module_only=True)
+        tensors = dict([*loaded.module.named_parameters(), *loaded.module.named_buffers()])
         exact = next((tensors.pop(name).dtype for name in list(tensors) if "exact" in name), None)
-        found.append(({tensor.dtype for tensor in tensors.values()}, exact, train_on(engine, 1)))
+        found.append(({tensor.dtype for tensor in tensors.values()}, exact, train_on(loaded, 1, 1)))
     return found
 
 
 def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
-    ways = [("bf16 buffers", "fp32"), ("fp32", "bf16 buffers")]
-    results = run(2, other_precisions, str(tmp_path), ways)
+    results = run(2, other_precisions, str(tmp_path))
     assert [[exact for _, exact, _ in result] for result in results] == [[torch.float64] * 2, [None] * 2]
     for result in results:
         dtypes, _, losses = zip(*result)
         assert dtypes == ({torch.float32}, {torch.bfloat16})
         assert all(0 < loss < 5 for found in losses for loss in found)
+
+
+# -- layers that changed ------------------------------------------------------------------------------
 
 
 def change(engine: Any) -> None:
@@ -204,15 +229,16 @@ def change(engine: Any) -> None:
     drop_decision(engine)
 
 
-def save_changed(case: Case, folder: str, all_write: bool = False) -> dict[str, Any]:
+def save_changed(case: Case, folder: str, tags: Sequence[str] = ("by one",)) -> dict[str, Any]:
     engine = build(case, changing_layers)
-    train_on(engine, 0)
+    train_on(engine, 0, 2)
     change(engine)
-    train_on(engine, STEPS, 1)
-    engine.module.checkpoint_parallel_write_pipeline = all_write
-    engine.save_checkpoint(folder)
+    train_on(engine, 2, 1)
+    for tag in tags:
+        engine.module.checkpoint_parallel_write_pipeline = tag == "by all"  # replicas share the writing of layers
+        engine.save_checkpoint(folder, tag=tag)
     before = kept(engine)
-    return {**outcome(engine, train_on(engine, STEPS + 1)), "kept": before}
+    return {**outcome(engine, train_on(engine, 3, 2)), "kept": before}
 
 
 class Faster(Changing):
@@ -221,52 +247,49 @@ class Faster(Changing):
         self.rate = 0.25
 
 
-def load_changed(case: Case, folder: str, rate: float, trained: int) -> dict[str, Any]:
+def load_changed(
+    case: Case, folder: str, rate: float = 0.5, trained: int = 0, tags: Sequence[str] = ("by one",)
+) -> list[dict[str, Any]]:
     def layers(case: Case) -> list[Any]:
         made = changing_layers(case)
         return made if rate == 0.5 else [Faster(i - 1) if 0 < i < 6 else layer for i, layer in enumerate(made)]
 
-    engine = build(case, layers)
+    engine, found = build(case, layers), []
     train_on(engine, 50, trained)
-    engine.load_checkpoint(folder)
-    before = kept(engine)
-    return {**outcome(engine, train_on(engine, STEPS + 1)), "kept": before}
+    for tag in tags:
+        engine.load_checkpoint(folder, tag=tag)
+        before = kept(engine)
+        found.append({**outcome(engine, train_on(engine, 3, 2)), "kept": before})
+    return found
 
 
-# -- layers that changed ------------------------------------------------------------------------------
+def kept_of_all(results: list[dict[str, Any]]) -> dict[int, Any]:
+    return {index: value for result in results for index, value in result["kept"].items()}
 
 
-@pytest.mark.parametrize(("stages", "trained"), [(1, 0), (2, 0), (2, 2), (3, 0)])
-def test_changed_layers_load_as_they_were_saved(tmp_path: Path, stages: int, trained: int) -> None:
-    case = Case(stages=2, groups="two")
-    saved = run(2, save_changed, case, str(tmp_path))
-    loaded = run(stages, load_changed, replace(case, stages=stages), str(tmp_path), 0.5, trained)
-    kept = [
-        {index: value for result in results for index, value in result["kept"].items()} for results in (saved, loaded)
-    ]
-    assert kept[0] == kept[1] and len(kept[0]) == 5
-    check_same(saved, loaded)
+def test_changed_layers_load_as_they_were_saved(tmp_path: Path) -> None:
+    case, folder = Case(groups="two", micro_batches=2), str(tmp_path)
+    saved = run(2, save_changed, case, folder)
+    there, faster = run_each(2, load_changed, (case, folder, 0.5, 2), (case, folder, 0.25))
+    for ranks in (there, run(3, load_changed, replace(case, stages=3), folder)):
+        for results in zip(*ranks, strict=True):
+            loaded = list(results)
+            assert kept_of_all(loaded) == kept_of_all(saved) and len(kept_of_all(loaded)) == 5
+            check_same(saved, loaded)
+    for results in zip(*faster, strict=True):
+        values = kept_of_all(list(results)).values()
+        assert {value[4] for value in values} == {0.25} and all(value[2] > 0 for value in values) and len(values) == 5
 
 
-@pytest.mark.parametrize("all_write", [False, True])
-def test_replicas_keep_their_own_attributes(tmp_path: Path, all_write: bool) -> None:
-    case = Case(stages=2, replicas=2, groups="two")
-    saved = run(4, save_changed, case, str(tmp_path), all_write)
-    loaded = run(4, load_changed, case, str(tmp_path), 0.5, 1)
-    kept = [result["kept"] for result in saved]
-    assert kept[0] != kept[1] and kept[0].keys() == kept[1].keys()
-    assert [result["kept"] for result in loaded] == kept
-    assert [result["losses"] for result in loaded] == [result["losses"] for result in saved]
-    assert [result["state"] for result in loaded] == [result["state"] for result in saved]
-
-
-def test_attributes_that_did_not_change_come_from_the_code(tmp_path: Path) -> None:
-    case = Case(stages=2, groups="two")
-    run(2, save_changed, case, str(tmp_path))
-    loaded = run(2, load_changed, case, str(tmp_path), 0.25, 0)
-    kept = {index: value for result in loaded for index, value in result["kept"].items()}
-    assert {value[4] for value in kept.values()} == {0.25}
-    assert all(value[2] > 0 for value in kept.values()) and len(kept) == 5
+def test_replicas_keep_their_own_attributes_whoever_writes_layers(tmp_path: Path) -> None:
+    case = Case(stages=1, replicas=2, groups="two", micro_batches=2)
+    tags = ("by all", "by one")
+    saved = run(2, save_changed, case, str(tmp_path), tags)
+    first, other = (found["kept"] for found in saved)
+    assert first != other and first.keys() == other.keys()
+    for loaded in zip(*run(2, load_changed, case, str(tmp_path), 0.5, 1, tags), strict=True):
+        for what in ("kept", "losses", "state"):
+            assert [found[what] for found in loaded] == [found[what] for found in saved], what
 
 
 class Note:
@@ -286,6 +309,7 @@ def load_into_prepared_layers(case: Case, folder: str) -> dict[int, tuple[int, i
     Returns:
         Per layer, the number on its note, its hooks, and whether its weights train.
     """
+    build(replace(case, start=(0, 1, 8))).save_checkpoint(folder)
     module = module_of(case)
     for number, layer in local_layers(module):
         layer.note = Note(number)
@@ -303,15 +327,8 @@ def load_into_prepared_layers(case: Case, folder: str) -> dict[int, tuple[int, i
 
 def test_what_the_code_did_to_a_layer_comes_with_it_to_the_saved_partition(tmp_path: Path) -> None:
     """A layer that is built afresh from its spec where it goes would lack it."""
-    run(2, save_and_continue, Case(stages=2), str(tmp_path), skewed(2))
     first, last = run(2, load_into_prepared_layers, Case(stages=2), str(tmp_path))
     assert {**first, **last} == {number: (number, 1, number % 3 != 0) for number in (0, 1, 2, 3, 4, 5, 7)}
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_a_tied_layer_of_another_shape_is_saved_and_loaded(tmp_path: Path, stages: int) -> None:
-    saved = run(2, save_narrowed_tie, Case(stages=2), str(tmp_path))
-    check_same(saved, run(stages, load_and_continue, Case(stages=stages), str(tmp_path), 1, tied_tapered))
 
 
 def save_frozen(case: Case, folder: str) -> dict[str, Any]:
@@ -320,14 +337,12 @@ def save_frozen(case: Case, folder: str) -> dict[str, Any]:
     freeze(engine, 2)
     engine.model_changed("frozen")
     drop_decision(engine)
-    train_on(engine, 0)
+    train_on(engine, 0, 2)
     engine.save_checkpoint(folder, exclude_frozen_parameters=True)
-    return outcome(engine, train_on(engine, STEPS))
+    return outcome(engine, train_on(engine, 2, 2))
 
 
 def test_frozen_layers_left_out_of_a_checkpoint_keep_their_weights(tmp_path: Path) -> None:
-    case = Case(stages=2)
-    saved = run(2, save_frozen, case, str(tmp_path))
-    assert not torch.load(tmp_path / f"global_step{STEPS}" / "layer_00-model_states.pt")
-    for stages in (2, 3):
-        check_same(saved, run(stages, load_and_continue, replace(case, stages=stages), str(tmp_path)))
+    saved = run(2, save_frozen, Case(), str(tmp_path))
+    assert not torch.load(tmp_path / "global_step2" / "layer_00-model_states.pt")
+    check_same(saved, run(3, load_and_continue, Case(stages=3), str(tmp_path), 0, layers, 2))
