@@ -15,9 +15,6 @@ from ds_dynmo import CheckpointError, ConfigError
 from ds_dynmo.engine.save.folder import CheckpointFolder
 from ds_dynmo.files.claims import CLAIM, check_claim, claim_folder
 from tests.support.claimant import Claimant
-from tests.support.configs import Case
-from tests.support.harness import run
-from tests.support.training import build
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended_in_whatever_way(tmp_path: Path) -> None:
@@ -75,23 +72,6 @@ def test_a_claim_removes_the_folders_that_it_made_if_nothing_was_saved(tmp_path:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"), claim_folder(tmp_path / "file"):
         pass
-
-
-def refused_save(folder: str) -> str:
-    engine = build(Case(stages=2))
-    with pytest.raises(CheckpointError) as refused:
-        engine.save_checkpoint(folder)
-    return str(refused.value)
-
-
-@pytest.mark.ranks
-def test_a_save_into_a_claimed_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
-    with claim_folder(tmp_path):
-        for message in run(2, refused_save, str(tmp_path)):
-            assert message.startswith(f"rank 0: {tmp_path}: process {os.getpid()} on ") or message.startswith(
-                f"{tmp_path}: process {os.getpid()} on "
-            ), message
-        assert os.listdir(tmp_path) == [CLAIM]
 
 
 def test_a_claim_is_a_context_that_refuses_at_its_beginning(tmp_path: Path) -> None:
