@@ -90,8 +90,7 @@ MUTATIONS = [
         "CheckpointFolder.commit",
         "sync(os.path.join(self.temporary, FOLDER))",
         "write_latest(self._save_dir, self._tag); sync(os.path.join(self.temporary, FOLDER))",
-        "tests/engine/save/test_checkpoint_folder.py"
-        "::test_nothing_is_left_of_a_save_that_was_killed_at_any_step",
+        "tests/engine/save/test_checkpoint_folder.py::test_nothing_is_left_of_a_save_that_was_killed_at_any_step",
     ),
     Mutation(
         "a flipped bit of a tensor is not noticed",
