@@ -197,7 +197,7 @@ MUTATIONS = [
         "Lookout._look",
         "not self._seen[rank].is_at_work",
         "True",
-        "tests/engine/comm/test_watch.py::test_a_busy_rank_on_the_same_host_is_not_lost",
+        "tests/engine/comm/test_watch.py::test_a_rank_that_is_stopped_for_less_than_the_timeout_or_busy_costs_time_only",
     ),
     Mutation(
         "a rank waits for one that has failed, and whose process goes on",

@@ -216,7 +216,6 @@ COSTS = PassCosts.chain([1, 2, 1, 1.5], [1, 1, 2, 1], [0.5, 1, 1, 2], link_secon
 SCHEDULES: dict[str, tuple[Schedule, PassCosts | None]] = {
     "1F1B, 2 stages": (one_f_one_b(2, 6), None),
     "gradient first, 6 stages": (gradient_first_1f1b(6, 9), None),
-    "ZB-H1, 1 micro-batch": (zb_h1(3, 1), None),
     "ZB-H1": (zb_h1(5, 8), None),
     "equal costs": (schedule_for_equal_costs(4, 12), None),
     "uneven costs": (
@@ -228,20 +227,21 @@ SCHEDULES: dict[str, tuple[Schedule, PassCosts | None]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_come_to_the_right_micro_batch(name: str) -> None:
-    """Each stage asserts what it receives (``Stage._receive``); one that fails or waits forever fails ``run``."""
+    """Each stage asserts what it receives (``Stage._receive``); one that fails or waits forever fails ``run``.
+
+    One micro-batch may come after the other.
+    """
     schedule, costs = SCHEDULES[name]
     planned = plans(schedule, costs)
     run(*[(schedule, same, planned)] * 3)
     run(*[(schedule, without_gradients, planned)] * 2)
     run(*[(schedule, changing, planned)] * 2, dynamic=True)
+    if name == "ZB-H1":
+        run(*((zb_h1(3, count), same, plans(zb_h1(3, count))) for count in (1, 1, 6, 1, 6)))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize(
-    "owners",
-    [(0, 1), (0, 1, 2, 3), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 2, 3) * 2],
-    ids=str,
-)
+@pytest.mark.parametrize("owners", [(0, 1, 2, 3), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)], ids=str)
 def test_an_evaluation_keeps_few_outputs_however_many_micro_batches_it_has(
     owners: tuple[int, ...], dynamic: bool
 ) -> None:
@@ -255,10 +255,6 @@ def test_an_evaluation_keeps_few_outputs_however_many_micro_batches_it_has(
             batches.append((ForwardOnly(owners, orders), same, planned))
         most_kept.append(run(*batches, dynamic=dynamic).most_kept)
     assert max(most_kept) <= 14, most_kept  # tensors: of 3 messages to each of 2 neighbours, and an announcement
-
-
-def test_one_micro_batch_after_the_other() -> None:
-    run(*((zb_h1(3, count), same, plans(zb_h1(3, count))) for count in (1, 1, 6, 1, 6)))
 
 
 def test_simultaneous_messages_travel_together_once_both_sides_know_their_forms() -> None:
