@@ -130,7 +130,7 @@ def held_up(case: Case, how: str) -> list[float]:
     """Train three batches; in the second rank 1 is held up.
 
     Args:
-        how: "stopped": for longer than a beat takes; "busy": it keeps the interpreter's lock past the time-out; "": not.
+        how: "stopped": for longer than a beat takes; "busy": it keeps the interpreter's lock past the time-out.
     """
     engine = build(case)
     data = batches(engine)
