@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -105,24 +106,20 @@ def kind(state: State) -> str:
     return type(state).__name__.lower()
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize(("event", "states", "dues"), TABLE, ids=[str(event) for event, _, _ in TABLE])
-def test_every_event_in_every_state(event: Event, states: tuple[str, ...], dues: dict[str, Due], name: str) -> None:
-    before, expected = Cycle(config(interval=7), STATES[name], BEFORE, since_move=9), states[[*STATES].index(name)]
-    if expected == NEVER:
-        with pytest.raises(AssertionError, match=f"{type(event).__name__} while {type(before.state).__name__}"):
-            after(before, event)
-        return
-    cycle = after(before, event)
-    assert kind(cycle.state) == (name if expected == SAME else expected)
-    assert cycle.due == dues.get(name, dues.get("", BEFORE))
-    restarts = getattr(event, "moved", False)
-    assert cycle.since_move == {BatchEnded: 10, Ended: -1 if restarts else 9, Settled: 0 if restarts else 9}.get(
-        type(event), 9
-    )
-
-
-def test_the_table_has_every_event() -> None:
+def test_every_event_in_every_state() -> None:
+    for (event, states, dues), number in product(TABLE, range(len(STATES))):
+        name, expected = [*STATES][number], states[number]
+        before, case = Cycle(config(interval=7), STATES[name], BEFORE, since_move=9), f"{event} in {name}"
+        if expected == NEVER:
+            with pytest.raises(AssertionError, match=f"{type(event).__name__} while {type(before.state).__name__}"):
+                pytest.fail(f"{case}: {after(before, event)}")
+            continue
+        cycle = after(before, event)
+        assert kind(cycle.state) == (name if expected == SAME else expected), case
+        assert cycle.due == dues.get(name, dues.get("", BEFORE)), case
+        restarts = getattr(event, "moved", False)
+        steps = {BatchEnded: 10, Ended: -1 if restarts else 9, Settled: 0 if restarts else 9}
+        assert cycle.since_move == steps.get(type(event), 9), case
     assert {type(event) for event, _, _ in TABLE} == set(Event.__args__)
 
 
@@ -135,16 +132,14 @@ def test_what_is_left_of_a_move_begins_with_the_next_batch() -> None:
 GIVEN, CHANGED = (replace(MOVE, request=request) for request in (Request(Reason.EXPLICIT), PRUNED))
 
 
-@pytest.mark.parametrize(
-    ("move", "enabled", "stays"),
-    [(MOVE, True, False), (BY_HAND, True, False), (GIVEN, True, True), (CHANGED, True, True), (MOVE, False, True)],
-)
-def test_a_move_decided_from_the_costs_of_before_does_not_begin(move: DecidedMove, enabled: bool, stays: bool) -> None:
+def test_a_move_decided_from_the_costs_of_before_does_not_begin() -> None:
     """What was given stays, what an earlier change led to, and the move of a run that does not re-balance."""
-    cycle = Cycle(config(enabled=enabled), Decided(move))
-    assert after(cycle, ModelChanged("pruned")).decided == (move if stays else None)
-    moving = through(cycle, Begun(Moving(move, PLAN, move)), ModelChanged("pruned"), Ended(moved=True))
-    assert moving.decided == (move if stays else None)
+    cases = [(MOVE, True, False), (BY_HAND, True, False), (GIVEN, True, True), (CHANGED, True, True)]
+    for move, enabled, stays in (*cases, (MOVE, False, True)):
+        cycle = Cycle(config(enabled=enabled), Decided(move))
+        assert after(cycle, ModelChanged("pruned")).decided == (move if stays else None)
+        moving = through(cycle, Begun(Moving(move, PLAN, move)), ModelChanged("pruned"), Ended(moved=True))
+        assert moving.decided == (move if stays else None)
 
 
 def test_a_decision_by_hand_takes_the_place_of_one_that_is_measured_for() -> None:
@@ -178,27 +173,31 @@ def run(settings: DynMoConfig, steps: int, requests: dict[int, str] | None = Non
     return seen
 
 
-def test_the_batches_before_an_interval_are_profiled() -> None:
-    seen = run(config(interval=10, profile={"batches": 2}), 25)
-    assert seen["profiled"] == [2, 3, 9, 10, 19, 20]
-    assert seen["decided"] == [(10, "interval"), (20, "interval")]
-    assert seen["outcomes"] == [3]
+AT_ONCE, TWO_BATCHES = {"warmup_batches": 0}, {"batches": 2, "warmup_batches": 3}
+AT_FIRST = {"interval": 0, "initial_partition": "profile"}
+# Section, batches, requests: which batches are profiled, and the decisions by step.
+RUNS: list[tuple[dict[str, Any], int, dict[int, str], list[int], dict[int, str]]] = [
+    # The batches before an interval are profiled.
+    ({"interval": 10, "profile": {"batches": 2}}, 25, {}, [2, 3, 9, 10, 19, 20], {10: "interval", 20: "interval"}),
+    # With interval 0 it profiles once and never decides.
+    ({"interval": 0}, 30, {}, [2], {}),
+    # Disabled it never profiles; for an initial partition by profile once.
+    ({"enabled": False, "interval": 1}, 10, {3: "changed"}, [], {}),
+    ({**AT_FIRST, "enabled": False, "interval": 1, "profile": TWO_BATCHES}, 10, {}, [4, 5], {5: "initial"}),
+    ({"interval": 5, "start_step": 10, "stop_step": 15}, 30, {}, [2, 10, 15], {10: "interval", 15: "interval"}),
+    ({"interval": 1, "profile": AT_ONCE}, 3, {}, [1, 2, 3], {1: "interval", 2: "interval", 3: "interval"}),
+    # A changed model is profiled at once.
+    ({"interval": 0, "profile": {"warmup_batches": 5}}, 9, {3: "frozen"}, [3], {3: "frozen"}),
+    # The first decision follows the first profiled batch.
+    (AT_FIRST, 5, {}, [2], {2: "initial"}),
+]
 
 
-def test_with_interval_0_it_profiles_once_and_never_decides() -> None:
-    seen = run(config(interval=0), 30)
-    assert seen["profiled"] == [2] and seen["decided"] == []
-
-
-def test_disabled_it_never_profiles() -> None:
-    seen = run(config(enabled=False, interval=1), 10, {3: "changed"})
-    assert seen["profiled"] == [] and seen["decided"] == []
-
-
-def test_disabled_it_profiles_once_for_an_initial_partition_by_profile() -> None:
-    section = {"enabled": False, "initial_partition": "profile", "interval": 1}
-    seen = run(config(**section, profile={"batches": 2, "warmup_batches": 3}), 10)
-    assert seen["profiled"] == [4, 5] and seen["decided"] == [(5, "initial")]
+def test_which_batches_are_profiled_and_when_decisions_are_due() -> None:
+    for section, steps, requests, profiled, decided in RUNS:
+        seen = run(config(**section), steps, requests)
+        assert (seen["profiled"], seen["decided"]) == (profiled, [*decided.items()]), section
+    assert run(config(interval=10, profile={"batches": 2}), 25)["outcomes"] == [3]
 
 
 def resumed(settings: DynMoConfig, saved: Cycle) -> Cycle:
@@ -206,23 +205,20 @@ def resumed(settings: DynMoConfig, saved: Cycle) -> Cycle:
     return Cycle.begin(settings).resumed(json.loads(json.dumps(saved.saved())))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 6])
-def test_disabled_a_resumed_run_profiles_only_if_it_had_not_yet(steps: int) -> None:
+def test_disabled_a_resumed_run_profiles_only_if_it_had_not_yet() -> None:
     settings = config(enabled=False, initial_partition="profile")
-    first = Cycle.begin(settings)
-    for step in range(1, steps + 1):
-        if first.profiles_batch(step):
-            first = after(first, Settled(moved=True))
-        first = after(first, BatchEnded(step))
-    again = resumed(settings, first)
-    assert again.placed == first.placed == (steps >= 2)
-    assert [again.profiles_batch(step) for step in range(steps + 1, 8)] == [not first.placed] * (7 - steps)
-
-
-def test_disabled_a_run_resumed_from_one_that_decided_profiles_once() -> None:
+    for steps in (1, 2, 6):
+        first = Cycle.begin(settings)
+        for step in range(1, steps + 1):
+            if first.profiles_batch(step):
+                first = after(first, Settled(moved=True))
+            first = after(first, BatchEnded(step))
+        again = resumed(settings, first)
+        assert again.placed == first.placed == (steps >= 2)
+        assert [again.profiles_batch(step) for step in range(steps + 1, 8)] == [not first.placed] * (7 - steps)
     decided = after(Cycle.begin(config(interval=1, profile={"warmup_batches": 0})), BatchEnded(1))
     assert decided.due.request == INTERVAL
-    again = resumed(config(enabled=False, initial_partition="profile"), decided)
+    again = resumed(settings, decided)
     assert again.due.request == Request(Reason.INITIAL) and not again.placed
 
 
@@ -232,33 +228,10 @@ def measuring() -> Cycle:
     return through(begun, ModelChanged("pruned"), BatchEnded(1), ProfilePosted())
 
 
-def test_what_is_measured_for_is_saved_as_due() -> None:
+def test_what_is_measured_for_is_saved_as_due_and_what_becomes_due_meanwhile_stays_due() -> None:
     again = resumed(config(interval=1, profile={"warmup_batches": 5}), measuring())
     assert again.due == Due(True, PRUNED, True) and again.profiles_batch(2) and again.state == Idle()
-
-
-def test_a_decision_that_becomes_due_while_another_is_on_its_way_stays_due() -> None:
     assert through(measuring(), BatchEnded(2), ProfileRead()).due == Due(False, INTERVAL, False)
-
-
-def test_start_and_stop_step() -> None:
-    seen = run(config(interval=5, start_step=10, stop_step=15), 30)
-    assert seen["decided"] == [(10, "interval"), (15, "interval")]
-
-
-def test_every_step() -> None:
-    seen = run(config(interval=1, profile={"warmup_batches": 0}), 4)
-    assert [step for step, _ in seen["decided"]] == [1, 2, 3, 4]
-
-
-def test_a_changed_model_is_profiled_at_once() -> None:
-    seen = run(config(interval=0, profile={"warmup_batches": 5}), 9, {3: "frozen"})
-    assert seen["decided"] == [(3, "frozen")]
-
-
-def test_initial_profile_decides_after_the_first_profiled_batch() -> None:
-    seen = run(config(interval=0, initial_partition="profile"), 5)
-    assert seen["decided"] == [(2, "initial")]
 
 
 def test_batches_until_the_next_decision_are_estimated() -> None:
@@ -280,17 +253,15 @@ def test_a_checkpoint_restores_all_counters_but_not_the_configuration() -> None:
         again.resumed({name: value for name, value in before.saved().items() if name != "urgent"})
 
 
-@pytest.mark.parametrize(
-    "request_", [None, Request(Reason.INTERVAL), Request(Reason.BY_HAND), Request(Reason.MODEL_CHANGED, "by hand")]
-)
-def test_a_checkpoint_holds_a_decision_that_is_due_or_decided(request_: Request | None) -> None:
-    due = Cycle(config(), due=Due(request=request_))
-    assert resumed(config(), due).due == due.due
-    if request_ is not None:
-        move = DecidedMove(THERE, request_, None, None, (0.0, 0.0))
+def test_a_checkpoint_holds_a_decision_that_is_due_or_decided() -> None:
+    assert resumed(config(), Cycle(config(), due=Due())).due == Due()
+    for request in (INTERVAL, Request(Reason.BY_HAND), Request(Reason.MODEL_CHANGED, "by hand")):
+        due = Cycle(config(), due=Due(request=request))
+        assert resumed(config(), due).due == due.due
+        move = DecidedMove(THERE, request, None, None, (0.0, 0.0))
         again = resumed(config(), Cycle(config(), Decided(move), Due(), placed=True))
-        is_by_hand = request_.reason is Reason.BY_HAND  # the user's, who may make it again
-        assert again.due.request == (None if is_by_hand else request_) and again.placed == is_by_hand
+        is_by_hand = request.reason is Reason.BY_HAND  # the user's, who may make it again
+        assert again.due.request == (None if is_by_hand else request) and again.placed == is_by_hand
 
 
 def test_a_move_is_followed_by_warm_up_and_one_outcome() -> None:
@@ -312,14 +283,9 @@ def test_decisions_at_a_short_interval_weigh_other_shapes_every_100_batches() ->
     assert weighed == [5, 105, 230]
 
 
-def profile(seconds: list[float], partition: tuple[int, ...], **extra: int) -> Profile:
-    sizes = {"static_bytes": 10, "activation_bytes": 1, "input_bytes": 1, **extra}
-    layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, **sizes) for s in seconds)
-    return Profile(7, Placement.chain(partition), layers, micro_batches=4, batch_seconds=1.0)
-
-
 def test_measured_bubble_ratio() -> None:
-    report = measured_report(profile([0.1, 0.1, 0.05, 0.05], (0, 2, 4)), None)
+    layers = tuple(LayerCost(s / 3, 2 * s / 3, 5, 5, 10, 1, 1) for s in (0.1, 0.1, 0.05, 0.05))
+    report = measured_report(Profile(7, HERE, layers, micro_batches=4, batch_seconds=1.0), None)
     assert report.bottleneck_seconds == pytest.approx(0.2)
     assert report.bubble_ratio == pytest.approx(1 - 4 * 0.15 / 1.0)
     assert report.imbalance == pytest.approx(0.1 / 0.15)
