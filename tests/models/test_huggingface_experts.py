@@ -74,7 +74,7 @@ def train_favourites(run: CaseRun) -> dict[str, Any]:
         )
     data = case_runs.batches(engine, model)
     return {
-        "losses": [engine.train_batch(data).item() for _ in range(3)],
+        "losses": [engine.train_batch(data).item() for _ in range(2)],
         "signals": [layer.load_signal() for layer in layers],
         "weights": [layer.part.get_parameter("mlp.experts.down_proj").detach().tolist() for layer in layers],
         "replica": engine.grid.get_data_parallel_id(),

@@ -97,6 +97,7 @@ FAMILIES = {
     "starcoder2": Family("norms of other names, tied", TIED),
 }
 OFTEN = ("gemma2", "gpt2", "mixtral")  # they differ most
+DTYPES = (torch.float32, torch.bfloat16)  # the families that are tried often in the second
 
 
 def values_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def halves(name: str, folder: Path) -> None:
     assert numbers == [block for block in range(max(numbers) + 1) for _ in range(2)]
     if "dropout" in FAMILIES[name].why and name != "gpt2":
         return  # halves draw other numbers
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES if name not in OFTEN else DTYPES[1:]:
         both = (
             BuiltLayers(huggingface.layers(values, split_blocks=split, verified=False, seed=3)).to(dtype)
             for split in (False, True)
@@ -204,11 +205,11 @@ def halves(name: str, folder: Path) -> None:
         check_equal(*map(trained, both))
 
 
-def pruned(name: str, folder: Path, dtypes: Any = (torch.float32, torch.bfloat16)) -> None:
+def pruned(name: str, folder: Path) -> None:
     """Before anything is pruned, as layers that cannot be; then vectors as weights with zeros. To the bit."""
     huggingface.layers(values_of(name), inputs=inputs_of(name), pruning=PruningConfig())
     make = partial(huggingface.layers, values_of(name), verified=False, seed=3)
-    for dtype in dtypes if name not in OFTEN else dtypes[1:]:
+    for dtype in DTYPES if name not in OFTEN else DTYPES[1:]:
         plain, prunable, zeros, vectors = (
             BuiltLayers(make(pruning=case)).to(dtype) for case in (None, *[PruningConfig()] * 3)
         )

@@ -15,7 +15,7 @@ from ds_dynmo.models import dynamic_cases, huggingface, local_layers
 from ds_dynmo.models.huggingface import verification
 from ds_dynmo.models.huggingface.modules import DecoderLayer
 from tests.support import case_runs
-from tests.support.case_runs import CaseRun, check_moves_change_nothing, moved
+from tests.support.case_runs import CaseRun, moved
 from tests.support.harness import run, run_each
 from tests.support.huggingface_families import nightly, tiny_values
 from tests.support.huggingface_runs import (
@@ -72,7 +72,7 @@ def check_as_still(run: CaseRun, kind: str, *resumed: Any) -> list[dict[str, Any
 
 
 def test_moves_of_slices_under_zero_bubble_change_nothing() -> None:
-    check_as_still(case("mixtral tied in slices", precision="bf16 zero1"), "zero_bubble")
+    check_as_still(case("mixtral tied in slices", precision="bf16 zero1", steps=4), "zero_bubble")
 
 
 def test_moves_and_a_checkpoint_change_nothing_of_a_pruned_model(tmp_path: Path) -> None:
@@ -125,14 +125,6 @@ def test_moves_change_nothing_in_any_way(name: str, way: str, compiled: bool, tm
         check_frozen(run, found)
 
 
-@pytest.mark.nightly
-def test_random_moves_change_nothing() -> None:
-    rng = np.random.default_rng(7)
-    moves = {step: [0, *sorted(rng.choice(range(1, 7), 2, replace=False).tolist()), 7] for step in range(1, 6)}
-    still = case("mixtral", stages=3)
-    check_moves_change_nothing(still, *run_each(3, case_runs.train, (still,), (replace(still, moves=moves),)))
-
-
 # -- halves -----------------------------------------------------------------------------------------------------------
 
 
@@ -171,12 +163,12 @@ def test_moves_of_halves_change_nothing(
 
     The checkpoint resumes at other stages too, but not in other pieces.
     """
-    of_whole = case(name, more=settings, precision=precision, clip=0.0)
+    of_whole = case(name, more=settings, precision=precision, clip=0.0, steps=4)
     halves = replace(of_whole, model={**of_whole.model, "split_blocks": True})
     ours = replace(halves, moves=in_chunks(halves), dynmo={"interval": 0, "schedule": {"kind": "v"}})
     still = halves if name == "gpt2" else of_whole  # dropout draws other numbers in halves
     folder = str(tmp_path)
-    expected, in_v = run_each(2, case_runs.train, (still,), (ours, folder, 3))
+    expected, in_v = run_each(2, case_runs.train, (still,), (ours, folder, 2))
     assert in_v[0]["losses"] == expected[0]["losses"] and in_v[0]["evaluated"] == expected[0]["evaluated"]
     as_many = halves.model.get("vocabulary_slices", 1) + 2  # layers, in four whole decoder layers
     pieces: list[dict[str, Any]] = [
@@ -186,8 +178,8 @@ def test_moves_of_halves_change_nothing(
         {"split_blocks": False, "vocabulary_slices": as_many},
     ]
     elsewhere = [replace(halves, stages=stages, model={**halves.model, **one}) for one in pieces]
-    resumed, *refused = run_each(stages, go_on, *((one, folder, 3) for one in elsewhere))
-    assert resumed[0]["losses"] == expected[0]["losses"][3:] and whole(resumed) == whole(in_v)
+    resumed, *refused = run_each(stages, go_on, *((one, folder, 2) for one in elsewhere))
+    assert resumed[0]["losses"] == expected[0]["losses"][2:] and whole(resumed) == whole(in_v)
     for ranks in refused:
         assert all(one["unchanged"] for one in ranks)
         assert "; with other vocabulary_slices or split_blocks a model begins from its" in ranks[0]["refused"]

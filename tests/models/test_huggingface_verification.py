@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -48,87 +49,84 @@ def test_layers_can_be_made_where_gradients_are_off() -> None:
         assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
-class Detached(StubbedModel):
-    """Calls the first layer with hidden states that nothing behind it trains."""
-
-    def arguments(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
-        args, kwargs = super().arguments(block, hidden, inputs)
-        return (args[0].detach() if block == 0 else args[0], *args[1:]), kwargs
+# -- broken layers and adapters ----------------------------------------------------------------------------------------
 
 
-class OfTheFirstLayer(StubbedModel):
-    """Takes masks and positions from the first layer's call for all others."""
-
-    def arguments(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
-        return super().arguments(0, hidden, inputs)
-
-
-class WithoutMask(StubbedModel):
-    """Forgets the mask."""
-
-    def arguments(self, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
-        args, kwargs = super().arguments(block, hidden, inputs)
-        return args, {**kwargs, "attention_mask": None}
+def detached(compute: Any, self: Any, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+    """Call the first layer with hidden states that nothing behind it trains."""
+    args, kwargs = compute(self, block, hidden, inputs)
+    return (args[0].detach() if block == 0 else args[0], *args[1:]), kwargs
 
 
-class WithoutDropout(StubbedModel):
-    """Is in evaluation always."""
+def of_the_first_layer(compute: Any, self: Any, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+    """Take masks and positions from the first layer's call for all others."""
+    return compute(self, 0, hidden, inputs)
 
-    def enter(self, embedded: torch.Tensor, inputs: Any, *, training: bool) -> Any:
-        return super().enter(embedded, inputs, training=False)
+
+def without_mask(compute: Any, self: Any, block: int, hidden: torch.Tensor, inputs: Any) -> Any:
+    args, kwargs = compute(self, block, hidden, inputs)
+    return args, {**kwargs, "attention_mask": None}
+
+
+def without_dropout(compute: Any, self: Any, embedded: torch.Tensor, inputs: Any, *, training: bool) -> Any:
+    return compute(self, embedded, inputs, training=False)
+
+
+def handing_on(compute: Any, self: Any, hidden_states: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+    """Hand values on through an argument: such layers could not be on different stages."""
+    hidden = compute(self, hidden_states, position_embeddings=position_embeddings, **kwargs)
+    if self.self_attn.layer_idx:
+        hidden = hidden + getattr(position_embeddings[0], "handed_on", 0.0)
+    position_embeddings[0].handed_on = hidden.detach()
+    return hidden
+
+
+def leaning(compute: Any, self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    """Make arguments that depend on the values of hidden states."""
+    cos, sin = compute(self, x, position_ids)
+    return cos + 1e-3 * x.detach().mean(), sin
+
+
+def with_offset(compute: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute what is not zero for an expert that nobody chose."""
+    return compute(self, *args, **kwargs) + 0.01
+
+
+LOGITS = "logits of a tiny model differ by"
+OURS: dict[str, Any] = {"arguments": StubbedModel, "enter": StubbedModel}
+PARTS = {"layer": "layers.0", "rotary": "rotary_emb", "experts": "layers.0.mlp.experts"}
 
 
 @pytest.mark.parametrize(
-    ("broken", "kind", "changes", "message"),
+    ("broken", "part", "kind", "changes", "message"),
     [
-        (Detached, "llama", {}, r"gradient of model\.embed_tokens\.weight of a tiny model differs by"),
-        (OfTheFirstLayer, "gemma2", {}, "logits of a tiny model differ by"),
-        (OfTheFirstLayer, "gemma3_text", {"sliding_window": 64}, "logits of a tiny model differ by"),  # two rotaries
-        (WithoutMask, "mistral", {"sliding_window": 5}, "logits of a tiny model differ by"),
-        (WithoutDropout, "gpt_neox", {"hidden_dropout": 0.2}, "logits of a tiny model differ by"),
+        (detached, "arguments", "llama", {}, r"gradient of model\.embed_tokens\.weight of a tiny model differs by"),
+        (of_the_first_layer, "arguments", "gemma2", {}, LOGITS),
+        (of_the_first_layer, "arguments", "gemma3_text", {"sliding_window": 64}, LOGITS),  # two rotaries
+        (without_mask, "arguments", "mistral", {"sliding_window": 5}, LOGITS),
+        (without_dropout, "enter", "gpt_neox", {"hidden_dropout": 0.2}, LOGITS),
+        (handing_on, "layer", "llama", {}, LOGITS),
+        (leaning, "rotary", "llama", {}, f"{LOGITS} nan"),
+        (with_offset, "experts", "gpt_oss", {}, "experts give other results where replicas share them"),
     ],
 )
-def test_a_broken_adapter_is_refused(
-    broken: type[StubbedModel], kind: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_broken_is_refused(
+    broken: Any, part: str, kind: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = tiny_values(kind, **changes)
-    verify(values)
-    monkeypatch.setattr(adapter, "StubbedModel", broken)
+    """A method of our own model of arguments, or the forward pass of a part of transformers'."""
+    values, parallel = tiny_values(kind, **changes), part == "experts"
+    verify(values, parallel=parallel)
+    name = part if part in OURS else "forward"
+    owner = OURS.get(part) or type(random_model(values, "eager").model.get_submodule(PARTS[part]))
+    compute = getattr(owner, name)
+
+    @wraps(compute)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return broken(compute, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, instead)
     with pytest.raises(ConfigError, match=message):
-        verify(values)
-
-
-def test_layers_that_hand_values_on_through_an_argument_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They could not be on different stages."""
-    values = tiny_values("llama")
-    kind = type(random_model(values, "eager").model.layers[0])
-    compute = kind.forward
-
-    def handing_on(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
-        hidden = compute(self, hidden_states, position_embeddings=position_embeddings, **kwargs)
-        if self.self_attn.layer_idx:
-            hidden = hidden + getattr(position_embeddings[0], "handed_on", 0.0)
-        position_embeddings[0].handed_on = hidden.detach()
-        return hidden
-
-    verify(values)
-    monkeypatch.setattr(kind, "forward", handing_on)
-    with pytest.raises(ConfigError, match="logits of a tiny model differ by"):
-        verify(values)
-
-
-def test_arguments_that_depend_on_the_values_of_hidden_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tiny_values("llama")
-    kind = type(random_model(values, "eager").model.rotary_emb)
-    compute = kind.forward
-
-    def leaning(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        cos, sin = compute(self, x, position_ids)
-        return cos + 1e-3 * x.detach().mean(), sin
-
-    monkeypatch.setattr(kind, "forward", leaning)
-    with pytest.raises(ConfigError, match="logits of a tiny model differ by nan"):
-        verify(values)
+        verify(values, parallel=parallel)
 
 
 def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +135,6 @@ def test_another_router_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(adapter, "find_router_loss", lambda model, blocks, place: (None, [False] * len(blocks)))
     with pytest.raises(ConfigError, match=r"the loss of a tiny model is \d.*, transformers' \d"):
         verify(values)
-
-
-def test_layers_that_share_weights_are_refused() -> None:
-    model = random_model(tiny_values("llama"), "sdpa")
-    model.model.layers[2].mlp = model.model.layers[0].mlp
-    with pytest.raises(ConfigError, match=r"llama is no chain .* model\.layers\.0 and model\.layers\.2 share weights"):
-        outline_of(model, "a model")
 
 
 def test_a_tensor_to_which_the_library_gives_no_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,20 +168,6 @@ def test_all_kinds_of_layers_are_tried() -> None:
     assert kept(layer_types=["full_attention"] * 5 + ["sliding_attention"] * 35, use_sliding_window=True) == 6
 
 
-def test_experts_that_replicas_share_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tiny_values("gpt_oss")
-    verify(values, parallel=True)
-    kind = type(random_model(values, "eager").model.layers[0].mlp.experts)
-    compute = kind.forward
-
-    def with_offset(self: Any, hidden_states: Any, router_indices: Any = None, routing_weights: Any = None) -> Any:
-        return compute(self, hidden_states, router_indices, routing_weights) + 0.01
-
-    monkeypatch.setattr(kind, "forward", with_offset)
-    with pytest.raises(ConfigError, match="experts give other results where replicas share them"):
-        verify(values, parallel=True)
-
-
 def test_a_config_of_which_no_tiny_model_can_be_made_is_refused_unless_it_is_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,7 +181,7 @@ def test_a_config_of_which_no_tiny_model_can_be_made_is_refused_unless_it_is_tru
     assert len(huggingface.layers(values, verified=False)) == values["num_hidden_layers"] + 3
 
 
-def test_families_that_are_no_chain_are_refused_by_name() -> None:
+def test_models_that_are_no_chain_are_refused_by_name() -> None:
     def refused(values: dict[str, Any], message: str, **settings: Any) -> None:
         with pytest.raises(ConfigError, match=message):
             huggingface.layers(values, **settings)
@@ -217,9 +194,14 @@ def test_families_that_are_no_chain_are_refused_by_name() -> None:
     refused(tiny_values("qwen3"), r"inputs \['labels'\]: should be different ones of", inputs=("labels",))
     refused(tiny_values("qwen3"), r"inputs \['position_ids', 'position_ids'\]", inputs=("position_ids",) * 2)
     refused(tiny_values("qwen3"), "cannot build the model", attn_implementation="none")
-    refused(
-        tiny_values("qwen3"), "names code to be fetched, which is never run", attn_implementation="someone/attention"
-    )
+    fetched = "names code to be fetched, which is never run"
+    refused(tiny_values("qwen3"), fetched, attn_implementation="someone/attention")
+    bias = r"model_type phi is no chain of layers: it has weights of no layer: lm_head\.bias"
+    refused(tiny_values("phi", tie_word_embeddings=True), bias)
+    model = random_model(tiny_values("llama"), "sdpa")
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    with pytest.raises(ConfigError, match=r"llama is no chain .* model\.layers\.0 and model\.layers\.2 share weights"):
+        outline_of(model, "a model")
 
 
 # -- what is beside the tokens ----------------------------------------------------------------------------------------
@@ -264,10 +246,3 @@ def test_buffers_have_the_dtypes_of_the_librarys_bf16_model(monkeypatch: pytest.
     assert dtypes("deepseek_v3")["e_score_correction_bias"] == torch.float32
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.__init__", with_buffers)
     assert dtypes("llama") == {"exact": torch.float32, "rounded": torch.bfloat16}
-
-
-def test_a_tied_head_with_a_bias_of_its_own_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model_type phi is no chain of layers: it has weights of no layer: lm_head\.bias"
-    ):
-        huggingface.layers(tiny_values("phi", tie_word_embeddings=True))

@@ -156,7 +156,7 @@ def weights(specs: list[Any]) -> dict[str, nn.Parameter]:
 def test_a_config_freezes_the_base_and_draws_the_same_adapters_in_any_layer() -> None:
     base = weights(huggingface.layers(LLAMA))
     for lora in ({}, {"init_lora_weights": "gaussian", "bias": "all"}, {"use_dora": True, "modules_to_save": ["norm"]}):
-        config = {"huggingface": LLAMA, "sequence_length": 32, "peft": {**ALL, **lora}}
+        config = {"huggingface": LLAMA, "sequence_length": 32, "verified": False, "peft": {**ALL, **lora}}
         specs = model_layers(parse_section(ModelConfig, config, "model"))
         found = weights(specs)
         alone = {name: p for name, p in BuiltLayers(specs[2:3]).layers[0].part.named_parameters()}
@@ -381,7 +381,7 @@ def test_adapters_are_at_the_ends_of_a_tied_model(lora: dict[str, Any], tmp_path
     base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
     library_model(tiny_values("llama", tie_word_embeddings=True)).save_pretrained(base)
     settings = {"target_modules": ["q_proj"], "r": 2, "task_type": "CAUSAL_LM", **lora}
-    layers = BuiltLayers(huggingface.layers(base, untie=True, peft=settings)).train()
+    layers = BuiltLayers(huggingface.layers(base, untie=True, peft=settings, verified=False)).train()
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0.0)
@@ -401,7 +401,7 @@ def test_adapters_are_at_the_ends_of_a_tied_model(lora: dict[str, Any], tmp_path
 
 def test_a_merged_export_has_the_dtype_of_the_training(tmp_path: Path) -> None:
     library_model(LLAMA).save_pretrained(tmp_path / "base")
-    layers = BuiltLayers(huggingface.layers(with_adapters(LLAMA, ALL))).bfloat16()
+    layers = BuiltLayers(huggingface.layers(with_adapters(LLAMA, ALL), verified=False)).bfloat16()
     checkpoint_of(layers, tmp_path / "checkpoint", without_base=True)
     huggingface.export(tmp_path / "base", tmp_path / "checkpoint", tmp_path / "merged", peft=ALL, merge=True)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")

@@ -233,6 +233,5 @@ def test_a_model_goes_on_from_its_export_with_any_slices(tied: bool, tmp_path: P
 def test_moves_of_slices_change_nothing(precision: str, tied: bool) -> None:
     """Both uses of a key are on one stage at times, and always in a V."""
     model = {"vocabulary_slices": 4, "tied_embedding": tied}
-    still = CaseRun(model, precision=precision, clip=0.0)
-    chain = {1: [0, 2, 13], 2: [0, 11, 13], 3: [0, 12, 13], 4: [0, 3, 13]}
-    case_runs.check_slices_move(still, chain)
+    still = CaseRun(model, precision=precision, clip=0.0, steps=4)
+    case_runs.check_slices_move(still, {1: [0, 2, 13], 2: [0, 11, 13], 3: [0, 12, 13]})

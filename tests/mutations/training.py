@@ -217,8 +217,7 @@ MUTATIONS = [
         "StubbedModel.arguments",
         "hidden.new_full((), math.nan).expand(hidden.shape)",
         "hidden.detach()",
-        "tests/models/test_huggingface_verification.py"
-        "::test_arguments_that_depend_on_the_values_of_hidden_states_are_refused",
+        "tests/models/test_huggingface_verification.py::test_what_is_broken_is_refused",
     ),
     Mutation(
         "a Hugging Face model is pruned that reads its linear weights itself",
