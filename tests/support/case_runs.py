@@ -315,7 +315,7 @@ def moved(case: CaseRun) -> CaseRun:
 def in_chunks(case: CaseRun, kind: str) -> CaseRun:
     """Return the same run with two chunks per stage, and moves to a chain and back."""
     last = num_layers(case)
-    moves = {2: [0, 2, 3, last - 1, last], 3: [0, 2, last], 4: [0, 1, 2, 4, last]}
+    moves = {1: [0, 2, 3, last - 1, last], 2: [0, 2, last], 3: [0, 1, 2, 4, last]}
     return replace(case, dynmo={**case.dynmo, "schedule": {"kind": kind}}, moves=moves)
 
 
