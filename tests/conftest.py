@@ -21,7 +21,6 @@ NO_PACKAGE = "could not import"  # beginning of the reasons that pytest.importor
 NO_COMPILER = "needs a C++ compiler"  # in the reason that tests/emulated/build.py gives
 NO_DEVICE = pytest.StashKey["str | None"]()  # why the emulated device, if asked for, cannot be made
 CPU_SECONDS = pytest.StashKey[float]()  # computed when a test began
-WHOLE_MATRIX = {"test_bitwise.py"}
 LAUNCHES = {
     "test_benchmark_runs.py",
     "test_left_behind.py",
@@ -158,31 +157,10 @@ def emulated_device_found_no_fault() -> Iterator[None]:
     assert not found, "\n".join(found)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Leave some variants to the nightly form, and start each worker with tests that launch programs."""
-    _leave_variants_to_nightly(items)
-    yield  # pytest selects by marks
+@pytest.hookimpl(trylast=True)  # pytest has selected by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start each worker with tests that launch programs."""
     _start_with_slow(config, items)
-
-
-def _leave_variants_to_nightly(items: list[pytest.Item]) -> None:
-    """Mark all but the first and the last variant of each test on ranks as nightly.
-
-    The whole matrix of precisions, stages and replicas is in test_bitwise.py. Elsewhere variants differ in one of
-    these, and two of them find what four do. The mark ``every_variant`` says where each is a promise of its own.
-    """
-    variants: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        function = getattr(item, "originalname", None)
-        marks = {mark.name for mark in item.iter_markers()}
-        if not function or item.path.name in WHOLE_MATRIX or marks & {"nightly", "every_variant"}:
-            continue
-        if "ranks" in marks:
-            variants.setdefault((item.path, function), []).append(item)
-    for same_test in variants.values():
-        for item in same_test[1:-1]:
-            item.add_marker("nightly")
 
 
 def _start_with_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -37,7 +37,6 @@ FIRST = {
 }
 
 
-@pytest.mark.every_variant
 @pytest.mark.parametrize("name", FIRST)
 def test_moves_change_nothing(name: str, tmp_path: Path) -> None:
     """Of a run that is switched off: not with restarts, recomputation, two chunks or split passes either."""

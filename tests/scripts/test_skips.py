@@ -1,7 +1,8 @@
-"""What tests/conftest.py does for all tests: what CI may skip, what is nightly, and which accelerator they run on."""
+"""What tests/conftest.py does for all tests: what CI may skip, which accelerator they run on, what they take."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -62,32 +63,15 @@ def test_without_a_compiler_no_test_of_the_emulated_device_runs(ci: str, code: i
     assert done.returncode == code and "needs a C++ compiler" in done.stdout, done.stdout + done.stderr
 
 
-RANKS = "pytestmark = pytest.mark.ranks"
-VARIANTS = "@pytest.mark.parametrize('number', range({}))\ndef test_{}(number): print('ran', '{}', number)\n"
-
-
-@pytest.mark.parametrize(
-    ("file", "mark", "ran"),
-    [
-        ("test_one.py", RANKS, {"few": [0, 1], "many": [0, 3], "promises": [0, 1, 2, 3]}),
-        (
-            "test_bitwise.py",
-            RANKS,
-            {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]},
-        ),
-        ("test_one.py", "", {"few": [0, 1], "many": [0, 1, 2, 3], "promises": [0, 1, 2, 3]}),
-    ],
-)
-def test_all_but_two_variants_on_ranks_are_nightly(
-    file: str, mark: str, ran: dict[str, list[int]], tmp_path: Path
-) -> None:
-    few, many, promises = (VARIANTS.format(n, name, name) for n, name in ((2, "few"), (4, "many"), (4, "promises")))
-    (tmp_path / file).write_text("\n".join(["import pytest", mark, few, many, "@pytest.mark.every_variant", promises]))
-    done = run_tests(tmp_path, "-s", "-m", "not nightly", ".")
+def test_what_tests_compute_and_how_long_they_take_is_told(tmp_path: Path) -> None:
+    text = "import pytest\ndef test_long():\n    sum(range(9_000_000))\ndef test_short():\n    pass\n"
+    (tmp_path / "test_one.py").write_text(text)
+    done = run_tests(tmp_path, "--cpu", "1", f"--seconds-of-tests={tmp_path / 'seconds.json'}", ".")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(r"ran (\w+) (\d)", done.stdout)) == [
-        (name, str(number)) for name, numbers in sorted(ran.items()) for number in numbers
-    ]
+    told = re.findall(r"^ +[\d.]+  (\S+)$", done.stdout, re.MULTILINE)
+    assert told == ["test_one.py", "test_one.py::test_long"]
+    seconds = json.loads((tmp_path / "seconds.json").read_text())
+    assert list(seconds) == ["test_one.py::test_long", "test_one.py::test_short"] and seconds[told[1]] > 0
 
 
 def run_tests(folder: Path, *asked: str, **variables: str) -> subprocess.CompletedProcess[str]:
