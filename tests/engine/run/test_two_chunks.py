@@ -115,7 +115,7 @@ def train_slices(case: Case, moves: list[list[int]]) -> dict[str, Any]:
 
     engine.set_batch_fn(shared)
     has_data = first and (engine.is_first_stage() or engine.stage_id == case.stages - 1)
-    losses = train_and_move(engine, batches(engine) if has_data else None, moves, 4)
+    losses = train_and_move(engine, batches(engine) if has_data else None, moves, 3)
     return {**outcome_of(engine, losses), "norm": float(engine.get_global_grad_norm() or 0.0)}
 
 
@@ -131,7 +131,7 @@ def train_slices(case: Case, moves: list[list[int]]) -> dict[str, Any]:
 )
 def test_tensor_parallel_slices_of_messages(precision: str, kind: str) -> None:
     case = Case(slices=2, blocks=4, tied=True, clip=0.05, groups="two", precision=precision)
-    moves = [[0, 1, 3, 4, 6], [0, 4, 6], [0, 1, 2, 5, 6]]
+    moves = [[0, 4, 6], [0, 1, 2, 5, 6]]
     still, moved = run_each(4, train_slices, (case, []), (under(kind, case), moves))
     check_equal(still, moved)
     assert [r["norm"] for r in moved] == [r["norm"] for r in still]
