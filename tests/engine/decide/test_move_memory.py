@@ -131,13 +131,13 @@ def peaks_in_training(case: Case, moves: Sequence[Sequence[int]]) -> list[tuple[
 @pytest.mark.parametrize(
     "case",
     [
-        Case(blocks=9, precision="bf16 zero1", stages=3, tied=True),
+        Case(blocks=9, micro_batches=2, precision="bf16 zero1", stages=3, tied=True),
         *[
             pytest.param(case, marks=pytest.mark.nightly)
             for case in (
-                *(Case(blocks=9, precision=name) for name in ("fp32", "bf16 zero1", "fp32 zero1")),
-                Case(blocks=9, precision="bf16 zero1", replicas=2, groups="two"),
-                Case(blocks=9, precision="fp32", stages=3, tied=True, groups="two"),
+                *(Case(blocks=9, micro_batches=2, precision=name) for name in ("fp32", "bf16 zero1", "fp32 zero1")),
+                Case(blocks=9, micro_batches=2, precision="bf16 zero1", replicas=2, groups="two"),
+                Case(blocks=9, micro_batches=2, precision="fp32", stages=3, tied=True, groups="two"),
             )
         ],
     ],
@@ -150,13 +150,13 @@ def test_the_peak_of_a_move_is_as_predicted(case: Case) -> None:
 
 @pytest.mark.nightly
 def test_the_peak_of_a_move_is_as_predicted_where_replicas_differ() -> None:
-    case = Case(blocks=9, precision="bf16 zero1", replicas=2)
+    case = Case(blocks=9, micro_batches=2, precision="bf16 zero1", replicas=2)
     check_peaks(run(case.ranks, peaks, case, THERE_AND_BACK, own_layers))
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "bf16 zero1 fp32sums"])
 def test_gradients_make_room_for_weights_and_shards(precision: str) -> None:
-    case = Case(blocks=9, precision=precision)
+    case = Case(blocks=9, micro_batches=2, precision=precision)
     ranks = run(case.ranks, peaks, case, THERE_AND_BACK)
     check_peaks(ranks)
     for rank in ranks:
@@ -189,7 +189,7 @@ def check_peaks(ranks: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16 zero1", *OTHERS])
 def test_the_peak_of_a_move_during_a_batch_is_as_predicted(precision: str) -> None:
-    case = Case(blocks=9, precision=precision)
+    case = Case(blocks=9, micro_batches=2, precision=precision)
     for rank in run(case.ranks, peaks_in_training, case, THERE_AND_BACK[:2]):
         for peak, said in rank:
             assert 0.95 * peak - BESIDE <= said <= 1.05 * peak  # a batch leaves more or less beside its layers
@@ -244,7 +244,7 @@ def asked(case: Case, asks: bool) -> dict[str, Any]:
 
 def test_a_move_that_does_not_fit_is_refused_before_a_byte_moves() -> None:
     """By hand, during a batch, and onto fewer stages; that ranks disagree is said before memory."""
-    case = Case(blocks=9, precision="bf16 zero1", clip=0.0)
+    case = Case(blocks=9, micro_batches=2, precision="bf16 zero1", clip=0.0)
     still, ranks = run_each(2, asked, (case, False), (case, True))
     for result, other in zip(ranks, still):
         for needed, message, harmless, same in result["refused"]:
@@ -280,6 +280,6 @@ def load_with_limits(case: Case, folder: str) -> tuple[list[float], list[tuple[l
 
 
 def test_a_checkpoint_loads_where_layers_are_if_they_cannot_move(tmp_path: Path) -> None:
-    case = Case(blocks=9, precision="bf16 zero1", clip=0.0)
+    case = Case(blocks=9, micro_batches=2, precision="bf16 zero1", clip=0.0)
     for losses, (stayed, moved) in run(2, load_with_limits, case, str(tmp_path)):
         assert stayed == ([0, 6, 12], losses) and moved == ([0, 3, 12], losses)
