@@ -134,6 +134,17 @@ def stock_state(engine: Any) -> dict[str, bytes]:
     return found
 
 
+def plain(value: Any) -> Any:
+    """Return the content of a file, with tensors as dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, raw(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return (type(value), vars(value)) if hasattr(value, "__dict__") and not callable(value) else value
+
+
 def pipeline(which: str, case: Case, make_layers: Make) -> Any:
     return stock_engine(case, make_layers) if which == "stock" else build(case, make_layers)
 

@@ -19,7 +19,7 @@ from ds_dynmo.engine.save import checkpointer, destinations
 from ds_dynmo.engine.save.folder import read_latest
 from ds_dynmo.engine.save.safe_load import safe_load
 from tests.faults.fault import Fault
-from tests.support.checkpoints import load_each, train_on
+from tests.support.checkpoints import load_each, plain, train_on
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.ports import free_port
@@ -65,17 +65,6 @@ def save_both_ways(case: Case, into: str) -> None:
     assert read_latest(f"{into}/background") == "global_step2"
 
 
-def same(one: Any, other: Any) -> bool:
-    """Compare two contents of files, tensor by tensor."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and (one == other or vars(one) == vars(other))
-
-
 def check_same_files(folder: Path) -> None:
     background, blocking = (
         {path.relative_to(folder / kind): path for path in (folder / kind).rglob("*") if path.is_file()}
@@ -84,7 +73,7 @@ def check_same_files(folder: Path) -> None:
     assert background.keys() == blocking.keys() and len(background) > 10
     for name, path in background.items():
         if name.suffix == ".pt":
-            assert same(safe_load(str(path)), safe_load(str(blocking[name]))), name
+            assert plain(safe_load(str(path))) == plain(safe_load(str(blocking[name]))), name
         else:
             assert path.read_bytes() == blocking[name].read_bytes(), name
 

@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
 import ds_dynmo
-from tests.support.checkpoints import STEPS, attempt, exchange_with_stock, stock_state, train_on
+from tests.support.checkpoints import STEPS, attempt, exchange_with_stock, plain, stock_state, train_on
 from tests.support.configs import Case, config, parameter_groups
 from tests.support.harness import run, run_each
 from tests.support.models import layers, module_of
@@ -28,15 +28,6 @@ pytestmark = pytest.mark.ranks
 NIGHTLY = pytest.mark.nightly
 
 # -- either's checkpoints load in the other -------------------------------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """Return the content of a file, with tensors as dtype, shape and bytes."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, raw(value)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def check_files(folder: Path) -> None:
@@ -120,7 +111,7 @@ def convert(case: Case, folder: str, make_layers: Any = layers) -> Any:
     """Save after a move, let DeepSpeed convert that, and compare weights and moments with what this rank has."""
     engine = build(case, make_layers)
     train_on(engine, 0)
-    engine.rebalance([0, 2, case.num_layers])
+    engine.rebalance([0, 2, engine.partition[-1]])
     patterns = {} if case.slices is None else {"universal_checkpoint_info": PATTERNS}
     engine.save_checkpoint(folder, tag="now", client_state=patterns)
     if engine.global_rank == 0:
