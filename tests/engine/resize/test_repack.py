@@ -172,19 +172,19 @@ def test_automatic_repacking_shrinks(tmp_path: Path, kind: str, stages: int) -> 
         "interval": 0,
         "schedule": kind,
         "repack": {"enabled": True, "max_slowdown": 0.1},
-        "trace": {"path": str(path), "steps": [1, 10]},
+        "trace": {"path": str(path), "steps": [1, 8]},
     }
-    results = run(4, repack_by_itself, block, [8.0] * 8, {3: 0.7, 6: 0.3}, 10)
+    results = run(4, repack_by_itself, block, [8.0] * 8, {3: 0.7, 6: 0.3}, 8)
     sizes, reports = results[0]
     assert [(reason, old, new) for _, reason, old, new, _ in reports] == [
         ("pruned", 4, stages),
         ("pruned", stages, 1),
     ]
-    assert (sizes[3], sizes[5], sizes[10]) == (4, stages, 1)
+    assert (sizes[3], sizes[5], sizes[8]) == (4, stages, 1)
     traced = {
         event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"].startswith("step ")
     }
-    assert len(traced) == 10 - len(reports)
+    assert len(traced) == 8 - len(reports)
 
 
 @pytest.mark.parametrize(

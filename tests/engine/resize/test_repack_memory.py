@@ -22,7 +22,7 @@ RANKS, STEPS = 2, 10
 PRUNED = {"case": {"kind": "pruning", "final_sparsity": 0.9}}
 
 
-def flags(folder: Path, model: dict[str, Any], **block: Any) -> list[str]:
+def flags(folder: Path, model: dict[str, Any], steps: int = STEPS, **block: Any) -> list[str]:
     """Write a configuration, and return the flags of ds-dynmo-train for it."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -34,7 +34,7 @@ def flags(folder: Path, model: dict[str, Any], **block: Any) -> list[str]:
     }
     path = folder / "config.json"
     path.write_text(json.dumps(settings))
-    return ["--deepspeed_config", str(path), "--data", __file__, "--steps", str(STEPS)]
+    return ["--deepspeed_config", str(path), "--data", __file__, "--steps", str(steps)]
 
 
 def needed_bytes(engine: Any) -> list[int]:
@@ -98,5 +98,5 @@ def test_ranks_are_given_back_where_bytes_have_fallen(tmp_path: Path) -> None:
 
 def test_a_dense_run_gives_none_back(tmp_path: Path) -> None:
     """Though it decides after every batch."""
-    found, *_ = run(RANKS, within_limit, flags(tmp_path, {}, interval=1))
+    found, *_ = run(RANKS, within_limit, flags(tmp_path, {}, 5, interval=1))
     assert found is not None and {ranks for ranks, _ in found["seen"]} == {RANKS}
