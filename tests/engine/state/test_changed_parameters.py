@@ -187,7 +187,7 @@ def refused_while_frozen(precision: str, refused: bool) -> dict[str, Any]:
     return train_after(engine, before, 3)
 
 
-@pytest.mark.parametrize("precision", FLAT)
+@pytest.mark.parametrize("precision", ["bf16", nightly("fp32 zero1"), nightly("bf16 zero1")])
 def test_after_a_refused_move_thawed_layers_have_the_state_that_they_had(precision: str) -> None:
     still, refused = run_each(2, refused_while_frozen, (precision, False), (precision, True))
     assert [rank["losses"] for rank in refused] == [rank["losses"] for rank in still]
@@ -432,7 +432,7 @@ def train_with_penalty(precision: str, moves: bool) -> dict[str, Any]:
     return {**train_after(engine, before, 3), "refused": messages}
 
 
-@pytest.mark.parametrize("precision", [*FLAT, "fp32", nightly("bf16 immediate")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16 immediate", *map(nightly, ("fp32 zero1", "bf16", "bf16 zero1"))])
 def test_gradients_of_a_penalty_count_or_the_move_is_refused(precision: str) -> None:
     still, moved = run_each(2, train_with_penalty, (precision, False), (precision, True))
     assert [rank["losses"] for rank in moved] == [rank["losses"] for rank in still]

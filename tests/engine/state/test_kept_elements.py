@@ -154,7 +154,7 @@ NIGHTLY = [
     Case(clip=0.0, precision="bf16 zero1", groups="two", replicas=2),
     Case(clip=0.0, precision="fp32 zero1", replicas=2, checkpoint_interval=2),
 ]
-QUICK = [under("v", replicas=2, precision="bf16 zero1"), Case(clip=0.0, optimizer="SGD", groups="two")]
+QUICK = [under("v", replicas=2, precision="bf16 zero1", groups="two"), Case(clip=0.0, optimizer="SGD", groups="two")]
 
 
 @pytest.mark.parametrize("case", [*QUICK, *map(nightly, NIGHTLY)])
@@ -178,31 +178,8 @@ def test_clipping_counts_the_same_squares(precision: str) -> None:
 # -- with what else moves and saves layers -------------------------------------------------------------
 
 
-def train_repacked(case: Case, repacks: bool) -> dict[str, Any]:
-    """Prune after the first batch, and re-pack after the second."""
-    engine = build(case, pruned_layers)
-    data, losses = batches(engine), {}
-    while engine.global_steps < 4:
-        losses[engine.global_steps] = engine.train_batch(data).item()
-        if engine.global_steps == 1:
-            prune(engine, 0, range(1, 5), shrinks=True)
-        if engine.global_steps == 2 and repacks:
-            engine.repack(1)
-        if engine.released:
-            return {"losses": losses, "replica": 0, "state": {"shards": {}}}
-    return {"losses": losses, "state": state(engine), "replica": engine.grid.get_data_parallel_id()}
-
-
-@pytest.mark.parametrize("precision", ["bf16 zero1", nightly("fp32")])
-def test_re_packing_changes_nothing(precision: str) -> None:
-    case = Case(precision=precision, clip=0.0)
-    still, repacked = run_each(2, train_repacked, (case, False), (case, True))
-    assert repacked[0]["losses"] == still[0]["losses"]
-    assert whole(repacked) == whole(still)
-
-
 def continue_pruned(case: Case, folder: str, saves: bool) -> dict[str, Any]:
-    """Prune, train and save, or load into a model that is dense; then train on."""
+    """Prune, train, save and re-pack, or load into a model that is dense; then train on."""
     engine = build(case, pruned_layers)
     if saves:
         train_on(engine, 0, 1)
@@ -211,7 +188,11 @@ def continue_pruned(case: Case, folder: str, saves: bool) -> dict[str, Any]:
         engine.save_checkpoint(folder)
     else:
         engine.load_checkpoint(folder)
-    return {"saved": state(engine), **outcome(engine, train_on(engine, 2, 2))}
+    saved, replica = state(engine), engine.grid.get_data_parallel_id()
+    if saves:
+        engine.repack(1)
+    found = {"state": {"shards": {}}} if engine.released else outcome(engine, train_on(engine, 2, 2))
+    return {**found, "saved": saved, "replica": replica}
 
 
 @pytest.mark.parametrize(
@@ -219,12 +200,12 @@ def continue_pruned(case: Case, folder: str, saves: bool) -> dict[str, Any]:
     [
         ("bf16 zero1", 1, [(1, 2), (3, 1)]),
         nightly("fp32", 1, [(3, 1)]),
-        nightly("bf16 zero1", 2, [(1, 2), (3, 1)]),
+        nightly("bf16 zero1", 2, [(2, 2), (1, 2), (3, 1)]),
         nightly("bf16", 1, [(1, 1), (2, 1), (3, 1)]),
         nightly("fp32", 2, [(2, 2), (3, 1), (1, 2)]),
     ],
 )
-def test_a_dense_model_loads_shorter_parameters(
+def test_a_dense_model_loads_shorter_parameters_and_goes_on_as_fewer_ranks_do(
     tmp_path: Path, precision: str, replicas: int, sizes: list[tuple[int, int]]
 ) -> None:
     case = Case(precision=precision, replicas=replicas, clip=0.0)
@@ -342,7 +323,7 @@ def bytes_held(case: Case) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "replicas"), [("bf16 zero1", 1), *(nightly(*one) for one in (("fp32", 1), ("bf16 zero1", 2)))]
+    ("precision", "replicas"), [("bf16 zero1", 2), *(nightly(*one) for one in (("fp32", 1), ("bf16 zero1", 1)))]
 )
 def test_memory_falls_with_the_elements(precision: str, replicas: int) -> None:
     case = Case(
