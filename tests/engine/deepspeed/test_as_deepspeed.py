@@ -252,9 +252,11 @@ def test_after_data_that_end_no_batch_is_trained(case: Case, read: int, ends_on:
     """A stage that waits for messages is told by its neighbour's end."""
     found = run(case.ranks, train_over_an_end, case, read, complete=False, backend="gloo")
     ends = f"StopIteration: batch 2: the data ended after {read} of its 4"
+    told = "RankLostError: rank "  # where it is noticed first that another one has ended
     for rank, (ended, after) in enumerate(found):
-        assert ended.startswith(ends if rank in ends_on else (ends, "RuntimeError", "RankLostError")), (rank, ended)
-        assert after.startswith("ConfigError: a batch ended in an error on this rank") and "Resume" in after
+        assert ended.startswith(ends if rank in ends_on else (ends, "RuntimeError", told)), (rank, ended)
+        refused = after.startswith("ConfigError: a batch ended in an error on this rank") and "Resume" in after
+        assert refused or (after.startswith(told) and case.stages > 1), (rank, after)
 
 
 def one_micro_batch(engine: Any) -> Iterator[Any]:
