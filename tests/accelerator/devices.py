@@ -7,7 +7,7 @@ with accelerators run ``scripts/test.sh --accelerator``; anywhere, ``DS_ACCELERA
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests import emulated
+from tests.support.configs import PRECISIONS
 from tests.support.harness import run
 
 ACCELERATOR = get_accelerator()
@@ -27,6 +28,15 @@ SECONDS = 900.0  # every rank imports everything, and compiles
 def needs(count: int) -> Any:
     """Skip a test on a machine that has fewer accelerators."""
     return pytest.mark.skipif(count > PRESENT, reason=f"needs {count} accelerator(s), DeepSpeed uses {PRESENT} here")
+
+
+def variants(name: str, values: Iterable[Any], quick: Collection[Any]) -> Any:
+    """Give a test an argument's ``values``; the short form on the emulated device has the ``quick`` ones alone."""
+    marks = {value: () if IS_REAL or value in quick else (pytest.mark.nightly,) for value in values}
+    return pytest.mark.parametrize(name, [pytest.param(value, marks=marks[value]) for value in marks])
+
+
+all_precisions = variants("precision", PRECISIONS, ("fp32", "bf16 zero1"))
 
 
 def only_real(what: str) -> Any:

@@ -7,13 +7,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.accelerator.devices import IS_REAL, each, needs, run_on_devices
+from tests.accelerator.devices import IS_REAL, all_precisions, each, needs, run_on_devices, variants
 from tests.support import case_runs
 from tests.support.case_runs import CASES, CaseRun
 from tests.support.checkpoints import check_same, load_and_continue, save_and_continue
-from tests.support.configs import PRECISIONS, Case
+from tests.support.configs import Case
 from tests.support.training import train_frozen
 
 
@@ -33,7 +31,7 @@ def train_every_case(precision: str) -> dict[str, list[list[float]] | str]:
 
 
 @needs(1)
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@variants("precision", ["fp32", "bf16 zero1"], ["bf16 zero1"])
 def test_every_case_trains_and_is_deterministic(precision: str) -> None:
     (found,) = run_on_devices(1, train_every_case, precision)
     assert found.keys() == CASES.keys()
@@ -45,7 +43,7 @@ def test_every_case_trains_and_is_deterministic(precision: str) -> None:
 
 
 @needs(1)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@all_precisions
 def test_freezing_rebuilds_the_optimizer_and_takes_effect(precision: str) -> None:
     """Two leading layers freeze after two batches, and thaw after five."""
     (found,) = run_on_devices(1, train_frozen, Case(stages=1, precision=precision), {2: 2, 5: 0}, {})
@@ -58,14 +56,14 @@ def save_and_load(case: Case, folder: str) -> list[dict[str, Any]]:
 
 
 @needs(1)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@all_precisions
 def test_a_run_resumes_from_a_checkpoint(precision: str, tmp_path: Path) -> None:
     ((saved, loaded),) = run_on_devices(1, save_and_load, Case(stages=1, precision=precision), str(tmp_path))
     check_same([saved], [loaded])
 
 
 @needs(1)
-@pytest.mark.parametrize("reentrant", [True, False])
+@variants("reentrant", [True, False], [True])
 def test_recomputing_activations_changes_nothing(reentrant: bool) -> None:
     cases = [Case(stages=1, dropout=True, checkpoint_interval=n, reentrant=reentrant) for n in (0, 1)]
     ((plain, recomputed),) = run_on_devices(1, each, train_frozen, tuple((case, {}, {}) for case in cases))

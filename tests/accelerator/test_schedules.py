@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from tests.accelerator.devices import needs, run_on_devices
-from tests.support.configs import PRECISIONS, SECTION, Case
+from tests.accelerator.devices import all_precisions, needs, run_on_devices, variants
+from tests.support.configs import SECTION, Case
 from tests.support.models import mask_layers, twofold
 from tests.support.training import PROFILED, train, train_feature, train_frozen, train_layers, whole
 
@@ -33,13 +31,13 @@ def check_same(ranks: int, function: Callable[..., Any], *args: Any) -> None:
 
 
 @needs(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@all_precisions
 def test_two_stages_under_moves(precision: str) -> None:
     check_same(2, train, Case(precision=precision, micro_batches=6, dropout=True), MOVES, 6, 1)
 
 
 @needs(2)
-@pytest.mark.parametrize("reentrant", [True, False])
+@variants("reentrant", [True, False], [True])
 def test_recomputed_activations(reentrant: bool) -> None:
     check_same(2, train, Case(micro_batches=6, checkpoint_interval=1, reentrant=reentrant), MOVES, 4, 1)
 

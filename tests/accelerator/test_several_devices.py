@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator.devices import ACCELERATOR, each, needs, run_on_devices
+from tests.accelerator.devices import ACCELERATOR, all_precisions, each, needs, run_on_devices, variants
 from tests.support import case_runs
 from tests.support.case_runs import CASES, CaseRun, moved
-from tests.support.configs import PRECISIONS, Case
+from tests.support.configs import Case
 from tests.support.elastic import losses, merged, train_alone, train_and_repack
 from tests.support.training import batches, build, train, whole
 
@@ -27,7 +27,7 @@ def check_moves(case: Case, moves: Any) -> None:
 
 
 @needs(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@all_precisions
 def test_moves_change_nothing(precision: str) -> None:
     check_moves(Case(stages=2, precision=precision, micro_batches=6, dropout=True), MOVES)
 
@@ -58,7 +58,7 @@ def test_moves_change_nothing_in_any_case(name: str) -> None:
 
 
 @needs(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16 zero1"])
+@variants("precision", ["fp32", "bf16 zero1"], ["bf16 zero1"])
 def test_fewer_ranks_train_as_all_would(precision: str) -> None:
     """2 -> 1 stages equal a run without re-packing."""
     clip = 0.0 if "zero1" in precision else 1.0  # ZeRO sums the norm over its shards, which differ between stages

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ds_dynmo.engine.comm.rounds import PER_CALL, Round, RoundsOnStream
 from ds_dynmo.engine.comm.transfer_stream import TransferStream
-from tests.accelerator.devices import ACCELERATOR, BUSY_WIDTH, each, needs, run_on_devices
-from tests.support.configs import PRECISIONS, Case
+from tests.accelerator.devices import ACCELERATOR, BUSY_WIDTH, all_precisions, each, needs, run_on_devices, variants
+from tests.support.configs import Case
 from tests.support.training import train_in_phases, whole
 
 
@@ -77,8 +76,8 @@ def test_what_arrives_while_the_device_computes_is_in_time() -> None:
 
 
 @needs(2)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("overlapped", [True, False])
+@all_precisions
+@variants("overlapped", [True, False], [True])
 def test_a_move_in_phases_changes_nothing(precision: str, overlapped: bool) -> None:
     case, moves = Case(stages=2, precision=precision), ([0, 2, 8], [0, 7, 8], [0, 4, 8])
     ranks = run_on_devices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import deepspeed
@@ -17,12 +18,12 @@ from tests.support.models import layers, loss
 from tests.support.training import micro_batch
 
 
-def train_all(stages: int, delay: float) -> list[Any]:
+def train_all(stages: int, precisions: Collection[str], delay: float) -> list[Any]:
     if get_accelerator().device_name() == "emulated":
         from tests.emulated.torch_device import library
 
         library.set_delay(delay)
-    return [train(Case(stages=stages, precision=precision, dynmo=None)) for precision in PRECISIONS]
+    return [train(Case(stages=stages, precision=precision, dynmo=None)) for precision in precisions]
 
 
 def train(case: Case) -> tuple[list[float], list[bytes]]:
@@ -38,11 +39,19 @@ def train(case: Case) -> tuple[list[float], list[bytes]]:
     return losses, [parameter.detach().cpu().float().numpy().tobytes() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_stock_pipelines_equal_the_cpus(stages: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "precisions"),
+    [
+        (2, ["bf16", "bf16 zero1"]),
+        (4, ["fp32"]),
+        *(pytest.param(stages, [*PRECISIONS], marks=pytest.mark.nightly) for stages in (2, 4)),
+    ],
+)
+def test_stock_pipelines_equal_the_cpus(stages: int, precisions: list[str]) -> None:
     """Two stages have two replicas."""
     on_cpu, emulated, delayed = (
-        run(4, train_all, stages, delay, backend=backend) for backend, delay in (("gloo", 0), (None, 0), (None, 2))
+        run(4, train_all, stages, precisions, delay, backend=backend)
+        for backend, delay in (("gloo", 0), (None, 0), (None, 2))
     )
     assert emulated == on_cpu
     assert delayed == on_cpu
