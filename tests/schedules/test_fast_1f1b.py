@@ -61,27 +61,6 @@ def test_even_stages_take_the_textbook_time_and_hold_what_the_memory_model_says(
         assert most == [min(stages - stage, micro_batches) for stage in range(stages)]
 
 
-def test_every_pass_waits_for_its_stage_and_its_input() -> None:
-    rng = random.Random(3)
-    for _ in range(30):
-        num_stages, micro_batches, link = rng.randint(1, 6), rng.randint(1, 7), rng.choice([0.0, 0.3])
-        forward, backward = ([rng.uniform(0.1, 2) for _ in range(num_stages)] for _ in range(2))
-        timeline = simulate(forward, backward, micro_batches, link)
-        ended = {one.action: one.end for one in passes(timeline)}
-        assert len(ended) == 2 * num_stages * micro_batches
-        free_at = [0.0] * num_stages
-        for stage, action, start, end in passes(timeline):
-            source = ended.get(action._replace(chunk=stage - 1 if action.kind == Kind.FORWARD else stage + 1))
-            forwarded = ended[action._replace(kind=Kind.FORWARD)] if action.kind == Kind.BACKWARD else 0.0
-            arrived = 0.0 if source is None else source + link
-            assert start == max(free_at[stage], arrived) and start >= forwarded  # at once, and never earlier
-            free_at[stage] = end
-        assert timeline.iteration_seconds == max(ended.values())
-        assert timeline.busy_seconds == pytest.approx(
-            [micro_batches * (f + b) for f, b in zip(forward, backward, strict=True)]
-        )
-
-
 def test_links_count_and_may_differ_and_wrong_sizes_are_refused_with_the_numbers() -> None:
     assert simulate([1.0] * 4, [2.0] * 4, 1, link_seconds=0.25).iteration_seconds == 12.0 + 6 * 0.25
     assert simulate([1.0] * 3, [2.0] * 3, 1, [0.25, 0.5]).iteration_seconds == 9.0 + 2 * 0.75

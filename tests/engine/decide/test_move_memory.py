@@ -226,7 +226,9 @@ def asked(case: Case, asks: bool) -> dict[str, Any]:
             needed = max(migration_peaks(plan, held, uses(), training_bytes=in_training if number == 1 else None))
             before = state(engine), engine.partition
             with_limit(engine, needed - 1)
-            result["refused"].append((needed, *refusal(ask), (state(engine), engine.partition) == before))
+            message, harmless = refusal(ask)
+            assert message, f"layers moved to {new}"
+            result["refused"].append((needed, message, harmless, (state(engine), engine.partition) == before))
         result["losses"].append(engine.train_batch(data).item())
         if asks:
             with_limit(engine, needed)
