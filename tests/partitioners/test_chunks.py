@@ -1,11 +1,11 @@
-"""Balancers, orders and memory where every stage holds two chunks: a V or a loop."""
+"""Balancers, orders and memory on any shape, above all where every stage holds two chunks: a V or a loop."""
 
 from __future__ import annotations
 
 import math
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -68,14 +68,14 @@ def test_no_message_stands_where_a_chunk_follows_on_its_own_stage() -> None:
     assert sizes.standing_bytes == (3 * 2, 3 * 2, 3 * 8, 3 * 8)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", get_args(Shape))
 @pytest.mark.parametrize("interval", [0, 2])
 def test_orders_are_no_shorter_than_bounds_and_stay_within_limits(shape: Shape, interval: int) -> None:
     """The memory model counts what orders are searched within, so it is a safe bound of what they hold."""
     rng = random.Random(f"{shape} {interval}")
     for stages, layers in ((2, 7), (2, 7), (3, 9)):
         passes, owners = random_passes(rng, layers, stages, 6, interval, 0.1), owners_of(shape, stages)
-        every = rng.sample([*every_partition(layers, 2 * stages)], 6)
+        every = rng.sample([*every_partition(layers, len(owners))], 6)
         for partition, bound in zip(every, passes.lower_bounds(np.array(every).T, owners)):
             placement = Placement.of(partition, owners)
             found, costs, sizes = passes.shortest(placement), passes.costs(placement), passes.layers.sizes(placement)
@@ -181,14 +181,15 @@ def test_diffusion_leaves_a_start_that_does_not_fit_or_says_so() -> None:
         diffusion([1.0] * 6, 2, owners=(0, 1, 1, 0), memory=replace(memory, limits=(11, 11)))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", get_args(Shape))
 def test_makespan_goes_where_the_iteration_is_shortest(shape: Shape) -> None:
-    rng, behind, owners = random.Random(9), [], owners_of(shape, 2)
-    for _ in range(3):
-        given, start = pipeline(rng, 8, 2, 5), [0, 2, 4, 6, 8]
-        costs = list(given.layer_seconds)
-        chosen = makespan(costs, 2, start=start, pipeline=given, owners=owners)
-        every = [given.iteration_seconds(Placement.of(other, owners)) for other in every_partition(8, 4)]
+    rng, behind = random.Random(9), []
+    for _ in range(4):
+        stages = 3 if shape == "chain" else 2
+        given, owners = pipeline(rng, 8, stages, 5), owners_of(shape, stages)
+        start = [8 * chunk // len(owners) for chunk in range(len(owners) + 1)]
+        chosen = makespan(list(given.layer_seconds), stages, start=start, pipeline=given, owners=owners)
+        every = [given.iteration_seconds(Placement.of(other, owners)) for other in every_partition(8, len(owners))]
         mine = given.iteration_seconds(Placement.of(chosen, owners))
         behind.append(mine / min(every))
         assert mine <= given.iteration_seconds(Placement.of(start, owners))
