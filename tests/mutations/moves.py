@@ -226,7 +226,7 @@ MUTATIONS = [
         "Communicator._everywhere",
         "int(failure is not None)",
         "0",
-        "tests/engine/move/test_moves.py::test_a_layer_that_cannot_be_packed_stays_and_training_continues",
+        "tests/engine/move/test_what_travels.py::test_layers_that_would_not_arrive_as_they_left_stay",
     ),
     Mutation(
         "an error after bytes have moved is called harmless",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,52 +151,44 @@ def does_not_fit(*_: Any, **__: Any) -> None:
     raise ds_dynmo.MigrationError("does not fit", harmless=True)
 
 
-def called(call: str) -> list[tuple[int, str]]:
-    """Make a call while the profile for the first decision is on its way, or ("does not fit") the move is decided."""
-    section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": 1}}
+def called(call: str, warm_up: int) -> list[tuple[int, str]]:
+    """Make a call while the profile for the first decision is on its way, or before, and refuse what does not fit."""
+    section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": warm_up}}
     engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
-    for batch in range(1, 8):
+    engine.set_dataiterator(data)
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {
+        "": (0, lambda: None),
+        "repack": (2, lambda: engine.repack(7)),
+        "rebalance": (2, lambda: engine.rebalance([0, 9, 8])),
+        "move": (2, lambda: engine.rebalance([0, 5, 8], background=True)),
+        "move that does not fit": (3, lambda: engine.rebalance([0, 5, 8])),
+        "decision that does not fit": (1, lambda: engine.rebalance()),
+    }
+    at, make = calls[call]
+    while engine.global_steps < 7:
         engine.train_batch(data)
-        if batch == 2 and call == "move":
-            engine.rebalance([0, 5, 8], background=True)
-        elif batch == 3 and call == "does not fit":
+        if engine.global_steps != at:
+            continue
+        if "does not fit" in call:
             engine.rebalancer.decider.memory.check = does_not_fit
-            with pytest.raises(ds_dynmo.MigrationError, match="does not fit"):
-                engine.rebalance([0, 5, 8])
-            del engine.rebalancer.decider.memory.check
-        elif batch == 2 and call in ("repack", "rebalance"):
-            with pytest.raises(ds_dynmo.PartitionError):
-                engine.repack(7) if call == "repack" else engine.rebalance([0, 9, 8])
+        with nullcontext() if call == "move" else pytest.raises((PartitionError, ds_dynmo.MigrationError)):
+            make()
+        vars(engine.rebalancer.decider.memory).pop("check", None)
     return [(report.step, report.reason) for report in reports_of(engine)]
 
 
 def test_a_refused_call_leaves_a_decision_due() -> None:
     """A partition by hand takes its place."""
-    due = {call: (step, "initial") for call, step in (("repack", 5), ("rebalance", 4), ("does not fit", 4))}
-    due["move"] = (3, "explicit")
-    found = run_each(2, called, *((call,) for call in due))
-    assert dict(zip(due, found, strict=True)) == {call: [[decision]] * 2 for call, decision in due.items()}
-
-
-def first_decision(refused: bool) -> list[tuple[int, str]]:
-    """Train. With ``refused``, ask for a decision by hand after the first batch, which does not fit."""
-    section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": 3}}
-    engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
-    engine.set_dataiterator(data)
-    engine.train_batch(data)
-    if refused:
-        engine.rebalancer.decider.memory.check = does_not_fit
-        with pytest.raises(ds_dynmo.MigrationError, match="does not fit"):
-            engine.rebalance()
-        del engine.rebalancer.decider.memory.check
-    for _ in range(6):
-        engine.train_batch(data)
-    return [(report.step, report.reason) for report in reports_of(engine)]
-
-
-def test_a_refused_decision_by_hand_leaves_the_first_one_due() -> None:
-    plain, refused = run_each(2, first_decision, (False,), (True,))
-    assert plain == refused != [[]] * 2
+    due = {
+        ("repack", 1): [(5, "initial")],
+        ("rebalance", 1): [(4, "initial")],
+        ("move that does not fit", 1): [(4, "initial")],
+        ("move", 1): [(3, "explicit")],
+        ("", 3): [(6, "initial")],
+        ("decision that does not fit", 3): [(6, "initial")],
+    }
+    found = run_each(2, called, *due)
+    assert dict(zip(due, found, strict=True)) == {call: [decisions] * 2 for call, decisions in due.items()}
 
 
 def changed_while_decided(fits: bool) -> list[tuple[int, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import nn
@@ -75,30 +76,28 @@ def test_a_move_in_phases_changes_nothing() -> None:
         assert whole(moved) == whole(still)
 
 
-def poll_a_late_stage() -> tuple[bool, float, float]:
-    """Start stage 1 a second late. Return stage 0's first poll, its seconds, and the seconds until arrival."""
+def poll_a_late_stage() -> bool:
+    """Start stage 1 once stage 0 has polled. Return whether the first poll found the move done."""
     engine = build(Case(start=(0, 4, 8)))
     engine.train_batch(batches(engine))
     engine.rebalance([0, 3, 8])  # connects the two
     migrator = migrator_of(engine)
     migrator.prepare(plan_to(engine, [0, 2, 8]), overlapped=True)
     if engine.stage_id == 1:
-        time.sleep(1.0)
+        dist.barrier()
     migrator.start()
-    began = time.perf_counter()
     done = migrator.poll()
-    polled = time.perf_counter()
+    if engine.stage_id == 0:
+        dist.barrier()
     while not migrator.poll():
         time.sleep(1e-3)
-    arrived = time.perf_counter()
     migrator.commit()
-    return done, polled - began, arrived - began
+    return done
 
 
 @not_on_it("without delays the host does the transfers, and waits for them")
 def test_poll_does_not_wait_for_other_stages() -> None:
-    done, poll_seconds, arrival_seconds = run(2, poll_a_late_stage)[0]
-    assert not done and poll_seconds < 0.5 < arrival_seconds
+    assert not run(2, poll_a_late_stage)[0]
 
 
 # -- what changes between prepare and commit -----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Moves: failures, freed memory, and layers of unusual kinds."""
+"""Moves: freed memory, DeepSpeed's own functions, and layers of unusual kinds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import ds_dynmo
 from tests.support.configs import Case
-from tests.support.harness import RankError, run, run_each
+from tests.support.harness import run, run_each
 from tests.support.models import layers_of_many_widths, layers_tied_in_the_middle
 from tests.support.training import (
     batches,
     build,
     check_moves_changed_nothing,
-    layers_of,
     outcome_of,
     raw,
     state,
@@ -29,40 +26,6 @@ from tests.support.training import (
 )
 
 pytestmark = pytest.mark.ranks
-
-
-def unpackable() -> tuple[str, list[float]]:
-    engine = build(Case())
-    data, message = batches(engine), ""
-    losses = [engine.train_batch(data).item()]
-    if engine.stage_id == 0:
-        layers_of(engine)[1].odd = torch.eye(2).to_sparse_csc()
-    try:
-        engine.rebalance([0, 1, 8])
-    except ds_dynmo.MigrationError as error:
-        message = str(error)
-    return message, [*losses, engine.train_batch(data).item()]
-
-
-def test_a_layer_that_cannot_be_packed_stays_and_training_continues() -> None:
-    for message, losses in run(2, unpackable):
-        assert "No layer has moved" in message and len(losses) == 2
-
-
-def fail_while_moving() -> None:
-    engine = build(Case())
-    engine.train_batch(batches(engine))
-
-    def broken(*args: Any) -> None:
-        raise OSError("the cable is gone")
-
-    engine.stage.comm.p2p.post = broken
-    engine.rebalance([0, 1, 8])
-
-
-def test_a_failure_while_layers_move_is_fatal() -> None:
-    with pytest.raises(RankError, match=r"Layers had begun to move: resume the job from its last checkpoint"):
-        run(2, fail_while_moving)
 
 
 def hooked(parameter: Any) -> bool:
