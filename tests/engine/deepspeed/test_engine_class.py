@@ -209,5 +209,5 @@ def test_a_schedule_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.nightly
-def test_under_our_schedules_it_runs_its_own_batch() -> None:
-    check_as_under_1f1b(2, train_own, "ds_dynmo", replace(CASE, clip=0.0), (), None, None, twofold, unsplit=True)
+def test_its_batch_trains_the_same_under_our_schedules() -> None:
+    check_as_under_1f1b(2, train_own, "ds_dynmo", replace(CASE, clip=0.0), (), None, None, twofold)
