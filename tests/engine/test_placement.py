@@ -57,11 +57,10 @@ def test_the_shape_is_known_from_the_owners() -> None:
     assert Placement.loop([0, 1, 2]).shape == "v" and Placement.loop([0, 1, 2]).num_stages == 1
 
 
-@pytest.mark.parametrize("where", [CHAIN, V, LOOP], ids=lambda where: where.shape)
-@pytest.mark.parametrize("layer", [-1, 12])
-def test_a_layer_that_does_not_exist_is_refused(where: Placement, layer: int) -> None:
-    with pytest.raises(PartitionError, match=f"layer {layer} is in no stage"):
-        where.stage_of(layer)
+def test_a_layer_that_does_not_exist_is_refused() -> None:
+    for where, layer in itertools.product((CHAIN, V, LOOP), (-1, 12)):
+        with pytest.raises(PartitionError, match=f"layer {layer} is in no stage"):
+            where.stage_of(layer)
 
 
 def test_a_stage_without_layers() -> None:
@@ -71,11 +70,9 @@ def test_a_stage_without_layers() -> None:
     assert CHAIN.empty_stages == () and released == Placement.chain([0, 2, 2, 8], empty=[0, 1])
 
 
-@pytest.mark.parametrize("shape", get_args(Shape))
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_on_some_of_more_stages_the_others_are_empty(shape: Shape, stages: int) -> None:
-    few = Placement.of_shape(shape, range(len(owners_of(shape, stages)) + 1))
-    for more in range(stages, 6):
+def test_on_some_of_more_stages_the_others_are_empty() -> None:
+    for shape, stages, more in itertools.product(get_args(Shape), range(1, 4), range(1, 6)):
+        few = Placement.of_shape(shape, range(len(owners_of(shape, stages)) + 1))
         for places in itertools.combinations(range(more), stages):
             embedded = few.among(places, more)
             assert embedded.num_stages == more and embedded.shape == few.shape
@@ -125,29 +122,26 @@ def test_an_invalid_placement_is_refused(boundaries: Any, owners: Any, message: 
         Placement.of(boundaries, owners)
 
 
-@pytest.mark.parametrize("shape", ["v", "loop"])
-@pytest.mark.parametrize(
-    ("boundaries", "message"),
-    [
-        ([0, 3, 5, 8], "should be 5 boundaries, from 0 to 8, for a (V|loop) of 2 stages and 8 layers"),
-        ([0, 3, 8], "should be 5 boundaries, from 0 to 8, for a (V|loop) of 2 stages"),
-        ([0, 3, 3, 5, 8], "stage 1 would own no layer"),
-        ([0, 2, 4, 6, 7], "from 0 to 8, for a (V|loop)"),
-        ([], "should be 5 boundaries"),
-    ],
-)
-def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers(
-    shape: Shape, boundaries: Any, message: str
-) -> None:
-    with pytest.raises(PartitionError, match=message):
-        Placement.of_shape(shape, boundaries, num_layers=8, num_stages=2)
+def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers() -> None:
+    expected = {
+        (0, 3, 5, 8): "should be 5 boundaries, from 0 to 8, for a (V|loop) of 2 stages and 8 layers",
+        (0, 3, 8): "should be 5 boundaries, from 0 to 8, for a (V|loop) of 2 stages",
+        (0, 3, 3, 5, 8): "stage 1 would own no layer",
+        (0, 2, 4, 6, 7): "from 0 to 8, for a (V|loop)",
+        (): "should be 5 boundaries",
+    }
+    shapes: tuple[Shape, ...] = "v", "loop"
+    for shape, (boundaries, message) in itertools.product(shapes, expected.items()):
+        with pytest.raises(PartitionError, match=message):
+            Placement.of_shape(shape, boundaries, num_layers=8, num_stages=2)
 
 
-@pytest.mark.parametrize("shape", get_args(Shape))
-def test_fewer_layers_than_chunks_are_refused_with_both_numbers(shape: Shape) -> None:
-    needed = len(owners_of(shape, 3))
-    with pytest.raises(PartitionError, match=f"3 stages needs? at least {needed} layers, the model has {needed - 1}"):
-        Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)
+def test_fewer_layers_than_chunks_are_refused_with_both_numbers() -> None:
+    for shape in get_args(Shape):
+        needed = len(owners_of(shape, 3))
+        numbers = f"3 stages needs? at least {needed} layers, the model has {needed - 1}"
+        with pytest.raises(PartitionError, match=numbers):
+            Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)
 
 
 def test_a_partition_becomes_plain_ints() -> None:
