@@ -14,7 +14,7 @@ from tests.support.harness import run_each
 
 pytestmark = pytest.mark.ranks
 
-SIZES = argparse.Namespace(micro_batches=6, hidden_size=32, sequence_length=32)
+SIZES = argparse.Namespace(micro_batches=8, hidden_size=32, sequence_length=32)
 MESSAGE = 4 * SIZES.hidden_size * SIZES.sequence_length  # bytes
 # Prediction counts what messages ahead may hold at most. An accelerator's end as soon as its streams are that far.
 ENDED = 0 if get_accelerator().device_name() == "cpu" else AHEAD * MESSAGE
