@@ -43,11 +43,12 @@ HARMLESS = {
     "prepare": "move: make room",
     "pack": "move: pack",
 }
+OF_DECISIONS = ("gather", "decide")
 
 
-def train_on(engine: Any, data: Any, rank: int, batches: int) -> list[float]:
-    """Train, move layers to ``rank`` and back, and train a batch with them there."""
-    losses = [engine.train_batch(data).item() for _ in range(batches)]
+def train_on(engine: Any, data: Any, rank: int, point: str) -> list[float]:
+    """Train over a decision, if the point is one of it; move layers to ``rank`` and back, and train with them there."""
+    losses = [engine.train_batch(data).item() for _ in range(2 if point in OF_DECISIONS else 0)]
     engine.rebalance(MOVES[rank])
     losses.append(engine.train_batch(data).item())
     engine.rebalance(START)
@@ -66,14 +67,14 @@ def harmless(case: Case, first: int) -> dict[str, Any]:
     for number, (point, place) in enumerate(HARMLESS.items()):
         rank = (first + number) % 3
         Fault(0 if point == "decide" else rank, 0, place, "exception").inject(engine)  # rank 0 decides
-        if point in ("gather", "decide"):
+        if point in OF_DECISIONS:
             engine.rebalancer.go(Asked(Request(Reason.MODEL_CHANGED, "a test")))
         else:
             with pytest.raises(MigrationError) as caught:
                 engine.rebalance(MOVES[(rank + 1) % 3])  # the rank sends
             assert caught.value.harmless
             said[point] = str(caught.value)
-        losses += train_on(engine, data, rank, 2)
+        losses += train_on(engine, data, rank, point)
         said.setdefault(point, repr(engine.rebalancer.failure))
         assert engine.partition == list(START), point
     return {"said": said, "losses": losses, "state": state(engine), "replica": 0}
@@ -83,8 +84,8 @@ def unharmed(case: Case, first: int) -> dict[str, Any]:
     engine = build(case)
     data = batches(engine)
     losses = [engine.train_batch(data).item()]
-    for number in range(len(HARMLESS)):
-        losses += train_on(engine, data, (first + number) % 3, 2)
+    for number, point in enumerate(HARMLESS):
+        losses += train_on(engine, data, (first + number) % 3, point)
     return {"losses": losses, "state": state(engine), "replica": 0}
 
 

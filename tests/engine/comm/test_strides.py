@@ -110,7 +110,7 @@ QUICK = [*WAYS][:2]
 @pytest.mark.parametrize(
     ("precision", "ways"),
     [
-        ("bf16", QUICK),
+        ("fp32", QUICK),  # in bf16 kernels round alike whatever the strides
         *(pytest.param(precision, [*WAYS], marks=pytest.mark.nightly) for precision in ("fp32", "bf16")),
     ],
 )
