@@ -139,8 +139,8 @@ def test_training_equals_that_of_the_librarys_model(name: str, tmp_path: Path) -
     for number, rank in enumerate(ranks):
         assert rank["losses"] == still[0]["losses"]
         assert rank["still"] == rank["held"] and rank["held"]
-        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in rank["read"] if ".experts." in name}
         if name in ("balanced", "eager"):
+            experts = {int(read.split(".experts.")[1].split(".")[0]) for read in rank["read"] if ".experts." in read}
             assert experts == ({0, 1} if number % 2 == 0 else {2, 3})  # of the layers that it built
             assert rank["held"] == [8] * len(rank["held"])  # one element for each of two weights
 

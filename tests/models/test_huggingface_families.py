@@ -97,6 +97,7 @@ FAMILIES = {
     "starcoder2": Family("norms of other names, tied", TIED),
 }
 OFTEN = ("gemma2", "gpt2", "mixtral")  # they differ most
+ALSO_OFTEN = {("slices", "granite")}  # which computes between embedding and layers
 DTYPES = (torch.float32, torch.bfloat16)  # the families that are tried often in the second
 
 
@@ -277,7 +278,7 @@ FEATURES = {one.__name__: one for one in (whole, slices, halves, pruned, untied,
 @pytest.mark.parametrize(
     ("feature", "name"),
     [
-        (feature, name) if name in OFTEN else nightly(feature, name)
+        (feature, name) if name in OFTEN or (feature, name) in ALSO_OFTEN else nightly(feature, name)
         for feature in FEATURES
         for name in FAMILIES
         if feature not in FAMILIES[name].lacks
