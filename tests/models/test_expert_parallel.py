@@ -204,7 +204,7 @@ def test_gradients_are_those_of_all_experts_on_every_replica(precision: str, sta
 
 def test_moves_a_restart_recomputation_and_two_chunks_change_nothing(tmp_path: Path) -> None:
     """Of a run that is switched off."""
-    case = CaseRun(MODELS[FIRST], replicas=2, precision="bf16 zero1", steps=4)
+    case = CaseRun(MODELS[FIRST], replicas=2, steps=4)  # in fp32 experts lie in layers' files
     others = ways(case, str(tmp_path))
     calls = others["switched off"], others["moved in a V, recomputed, resumed"]
     check_moves_change_nothing(case, *run_each(4, case_runs.train, *calls))
