@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANDOM = "random"
 SECONDS = 600.0  # after which a breakage makes the tests hang, which no run passes
 BUDGET = 100.0  # recorded seconds of the tests that are tried, at most
-TESTS_FAILED = 1  # pytest's exit status; others mean that no test ran
+TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses; the second: a file of tests cannot be imported
 SHARE = 0.95  # of the random ones that are to be caught
 
 
@@ -117,7 +117,7 @@ class Outcome:
     """What became of a breakage.
 
     Attributes:
-        kind: "caught", "MISSED", "equivalent" or "DOES NOT APPLY".
+        kind: "caught", "MISSED", "equivalent", "DOES NOT APPLY", or "NOT RUN": pytest did not find the tests.
         line: the failure, or why there was none.
     """
 
@@ -181,9 +181,9 @@ def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach) -
         path.write_text(text)
     if status is None:
         return outcome("caught", f"not done in {SECONDS:g} s")
-    if status == TESTS_FAILED or "Error" in line:
+    if status in (TESTS_FAILED, INTERRUPTED):
         return outcome("caught", line)
-    return outcome("MISSED", f"{len(tests)} tests: {line}")
+    return outcome("MISSED" if status == 0 else "NOT RUN", f"{len(tests)} tests: {line}")
 
 
 def _worker(tasks: Any, outcomes: Any, known: Reach) -> None:

@@ -98,25 +98,31 @@ def record(arguments: Sequence[str], folder: Path = ROOT) -> Reach:
         subprocess.run(command, cwd=folder, env=environment, check=False)
         reach = Reach(seconds=json.loads(report.read_text()) if report.exists() else {})
         records = [json.loads(line) for path in Path(name).glob("*.jsonl") for line in path.read_text().splitlines()]
-    return _joined(reach, records)
+    return joined(reach, records)
 
 
-def _joined(reach: Reach, records: Sequence[dict[str, Any]]) -> Reach:
+def joined(reach: Reach, records: Sequence[dict[str, Any]]) -> Reach:
     """Fill in the records. What sets up a fixture counts for every test of the file: they may share it."""
     in_file: dict[str, set[str]] = {}
-    for test in {each["test"].partition(" (")[0] for each in records} | set(reach.seconds):
+    for test in {_test_and_phase(each["test"])[0] for each in records} | set(reach.seconds):
         in_file.setdefault(test.partition("::")[0], set()).add(test)
     reach.tests = sorted(test for tests in in_file.values() for test in tests)
     number = {test: index for index, test in enumerate(reach.tests)}
     for each in records:
-        test, _, phase = each["test"].partition(" (")
-        users = in_file[test.partition("::")[0]] if phase.startswith("setup") else {test}
+        test, phase = _test_and_phase(each["test"])
+        users = in_file[test.partition("::")[0]] if phase == "setup" else {test}
         numbers = {number[user] for user in users}
         for file, lines in each["lines"].items():
             found = reach.lines.setdefault(file, {})
             for line in lines:
                 found.setdefault(line, set()).update(numbers)
     return reach
+
+
+def _test_and_phase(recorded: str) -> tuple[str, str]:
+    """Split what pytest says it runs, such as "file::test (call)"; a test's name may hold parentheses, too."""
+    test, _, phase = recorded.rpartition(" (")
+    return test, phase.removesuffix(")")
 
 
 def compare(before: Reach, after: Reach) -> list[str]:

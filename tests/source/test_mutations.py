@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.mutations import MUTATIONS
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.random_lines import breakages
-from tests.mutations.reach import Reach, compare
+from tests.mutations.reach import Reach, compare, joined
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,6 +73,15 @@ def test_kinds_of_random_breakages(tmp_path: Path) -> None:
     first = [each.name for each in breakages(tmp_path)]
     module.write_text("import os\n" + SMALL)
     assert [each.name for each in breakages(tmp_path)] == first
+
+
+def test_what_sets_up_a_fixture_counts_for_every_test_of_its_file() -> None:
+    records = [
+        {"test": "a.py::one[x (y)] (setup)", "lines": {"m.py": [1]}},
+        {"test": "a.py::two (call)", "lines": {"m.py": [2]}},
+    ]
+    found = joined(Reach(seconds={"a.py::one[x (y)]": 1.0, "a.py::two": 2.0, "b.py::three": 3.0}), records)
+    assert found.of("m.py", 1, 1) == ["a.py::one[x (y)]", "a.py::two"] and found.of("m.py", 2, 2) == ["a.py::two"]
 
 
 def test_a_record_names_the_tests_that_run_a_line_and_lines_that_none_runs_any_more(tmp_path: Path) -> None:
