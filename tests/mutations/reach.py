@@ -102,14 +102,19 @@ def record(arguments: Sequence[str], folder: Path = ROOT) -> Reach:
 
 
 def joined(reach: Reach, records: Sequence[dict[str, Any]]) -> Reach:
-    """Fill in the records. What sets up a fixture counts for every test of the file: they may share it."""
+    """Fill in the records of the tests that were run, not of those that they run themselves.
+
+    What sets up a fixture counts for every test of the file: they may share it.
+    """
     in_file: dict[str, set[str]] = {}
-    for test in {_test_and_phase(each["test"])[0] for each in records} | set(reach.seconds):
+    for test in reach.seconds:
         in_file.setdefault(test.partition("::")[0], set()).add(test)
     reach.tests = sorted(test for tests in in_file.values() for test in tests)
     number = {test: index for index, test in enumerate(reach.tests)}
     for each in records:
         test, phase = _test_and_phase(each["test"])
+        if test not in number:
+            continue
         users = in_file[test.partition("::")[0]] if phase == "setup" else {test}
         numbers = {number[user] for user in users}
         for file, lines in each["lines"].items():
