@@ -134,8 +134,7 @@ def tests_for(breakage: Mutation | Breakage, file: str, first: int, last: int, k
     package = str(Path(file).parent).replace("ds_dynmo", "tests", 1)
     named: list[str] = []
     if isinstance(breakage, Mutation):
-        files = [word for word in breakage.tests.split() if word.startswith("tests/")]
-        named = [test for test in known.tests if any(_is_of(test, file) for file in files)]
+        named = [test for test in known.tests if any(_is_of(test, name) for name in breakage.names)]
     near = [test for test in reached if test.startswith(f"{package}/")]
     ordered = dict.fromkeys([*named, *near, *reached])
     chosen: list[str] = []
@@ -170,7 +169,7 @@ def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach) -
     if accelerator == "cpu":
         tests = tests_for(breakage, str(path.relative_to(folder)), first, last, known)
     else:
-        tests = [word for word in breakage.tests.split() if word.startswith("tests/")]
+        tests = breakage.names
     if not tests:
         return outcome("MISSED", "no quick test runs it")
     text = path.read_text()
@@ -266,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _recorded(chosen: Sequence[Mutation | Breakage]) -> Reach:
     """Record which quick tests run which lines: of the tests that are named, if only a few breakages are tried."""
-    named = {word for each in chosen if isinstance(each, Mutation) for word in each.tests.split() if "tests/" in word}
+    named = {name for each in chosen if isinstance(each, Mutation) for name in each.names}
     few = len(chosen) <= 5 and all(isinstance(each, Mutation) for each in chosen)
     with tempfile.TemporaryDirectory() as name:
         return reach.record(["-n", "3", "--dist", "worksteal", *(sorted(named) if few else [])], _copy(Path(name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ class Mutation:
     new: str
     tests: str
     accelerator: str = "cpu"
+
+    @property
+    def names(self) -> list[str]:
+        """The files and tests of ``tests``."""
+        return [word for word in shlex.split(self.tests) if word.startswith("tests/")]
 
     def broken(self, root: Path) -> tuple[Path, str]:
         """Find the place in the package of a checkout; return its file, and the file's text with the breakage.
