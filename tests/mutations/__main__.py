@@ -39,7 +39,6 @@ from tests.mutations.reach import Reach
 ROOT = Path(__file__).resolve().parents[2]
 RANDOM = "random"
 SECONDS = 600.0  # after which a breakage makes the tests hang, which no run passes
-BUDGET = 100.0  # recorded seconds of the tests that are tried, at most
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses; the second: a file of tests cannot be imported
 SHARE = 0.95  # of the random ones that are to be caught
 
@@ -128,8 +127,14 @@ class Outcome:
     seconds: float
 
 
-def tests_for(breakage: Mutation | Breakage, file: str, first: int, last: int, known: Reach) -> list[str]:
-    """Return the quick tests to try: those that are named, those of the same folder, others, each by their seconds."""
+def tests_for(
+    breakage: Mutation | Breakage, file: str, first: int, last: int, known: Reach, budget: float
+) -> list[str]:
+    """Return the quick tests to try: those that are named, those of the same folder, others, each by their seconds.
+
+    Args:
+        budget: recorded seconds of the tests, at most.
+    """
     reached = known.of(file, first, last)
     package = str(Path(file).parent).replace("ds_dynmo", "tests", 1)
     named: list[str] = []
@@ -141,7 +146,7 @@ def tests_for(breakage: Mutation | Breakage, file: str, first: int, last: int, k
     seconds = 0.0
     for test in ordered:
         seconds += known.seconds.get(test, 0.0)
-        if chosen and seconds > BUDGET and test not in named:
+        if chosen and seconds > budget and test not in named:
             break
         chosen.append(test)
     return chosen
@@ -151,7 +156,7 @@ def _is_of(test: str, name: str) -> bool:
     return test == name or test.startswith((f"{name}::", f"{name}["))
 
 
-def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach) -> Outcome:
+def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach, budget: float) -> Outcome:
     """Apply a breakage to the copy in ``folder``, run tests, and undo it."""
     started = time.monotonic()
 
@@ -167,7 +172,7 @@ def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach) -
         return outcome("DOES NOT APPLY", str(error))
     accelerator = breakage.accelerator if isinstance(breakage, Mutation) else "cpu"
     if accelerator == "cpu":
-        tests = tests_for(breakage, str(path.relative_to(folder)), first, last, known)
+        tests = tests_for(breakage, str(path.relative_to(folder)), first, last, known, budget)
     else:
         tests = breakage.names
     if not tests:
@@ -185,11 +190,11 @@ def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach) -
     return outcome("MISSED" if status == 0 else "NOT RUN", f"{len(tests)} tests: {line}")
 
 
-def _worker(tasks: Any, outcomes: Any, known: Reach) -> None:
+def _worker(tasks: Any, outcomes: Any, known: Reach, budget: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = _copy(Path(name))
         while (task := tasks.get()) is not None:
-            outcomes.put(run(*task, folder, known))
+            outcomes.put(run(*task, folder, known, budget))
 
 
 def _copy(parent: Path) -> Path:
@@ -198,13 +203,13 @@ def _copy(parent: Path) -> Path:
     return folder
 
 
-def outcomes_of(chosen: Sequence[tuple[str, Any]], known: Reach, jobs: int) -> Iterator[Outcome]:
+def outcomes_of(chosen: Sequence[tuple[str, Any]], known: Reach, jobs: int, budget: float) -> Iterator[Outcome]:
     """Run breakages in several processes, each with a copy of the checkout."""
     context = multiprocessing.get_context("fork")
     tasks, outcomes = context.Queue(), context.Queue()
     for each in [*chosen, *[None] * jobs]:
         tasks.put(each)
-    workers = [context.Process(target=_worker, args=(tasks, outcomes, known)) for _ in range(jobs)]
+    workers = [context.Process(target=_worker, args=(tasks, outcomes, known, budget)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     try:
@@ -237,6 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names and their tests, and run nothing")
     parser.add_argument("--reach", type=Path, help="a file of python -m tests.mutations.reach, instead of a run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="breakages at a time")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=100.0,
+        help="of tests per breakage, at most; more for those missed (%(default)g)",
+    )
     options = parser.parse_args(arguments)
     every: list[tuple[str, Mutation | Breakage]] = [(topic, each) for topic, of in TOPICS.items() for each in of]
     every += [(RANDOM, each) for each in breakages(ROOT)]
@@ -250,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     known = Reach.load(options.reach) if options.reach else _recorded([each for _, each in chosen])
     outcomes: list[Outcome] = []
-    for outcome in outcomes_of(chosen, known, options.jobs):
+    for outcome in outcomes_of(chosen, known, options.jobs, options.seconds):
         outcomes.append(outcome)
         print(
             f"{len(outcomes)}/{len(chosen)} {outcome.topic}: {outcome.name}: {outcome.kind} ({outcome.seconds:.0f} s)"
