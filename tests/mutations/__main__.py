@@ -39,7 +39,7 @@ from tests.mutations.reach import Reach
 ROOT = Path(__file__).resolve().parents[2]
 RANDOM = "random"
 SECONDS = 600.0  # after which a breakage makes the tests hang, which no run passes
-TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses; the second: a file of tests cannot be imported
+TESTS_FAILED, INTERRUPTED, USAGE = 1, 2, 4  # pytest's exit statuses; the others: a file of tests cannot be imported
 SHARE = 0.95  # of the random ones that are to be caught
 
 
@@ -185,7 +185,7 @@ def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach, b
         path.write_text(text)
     if status is None:
         return outcome("caught", f"not done in {SECONDS:g} s")
-    if status in (TESTS_FAILED, INTERRUPTED):
+    if status in (TESTS_FAILED, INTERRUPTED) or (status == USAGE and line.startswith("ERROR tests/")):
         return outcome("caught", line)
     return outcome("MISSED" if status == 0 else "NOT RUN", f"{len(tests)} tests: {line}")
 
