@@ -42,32 +42,37 @@ class Arm(NamedTuple):
 
 
 def train(arm: Arm, steps: int) -> dict[str, Any]:
-    """Train, with an iterator for each batch, and evaluate once.
+    """Train, with an iterator for each batch, and evaluate once. Return also which batches ran in 1F1B's order.
 
-    Under checkpointing too, the order for equal costs runs from the first batch on.
+    Under a schedule of ours the order for equal costs runs from the first batch on, also under checkpointing.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("ds_dynmo.engine.run.schedule_in_force.one_f_one_b", schedule_for_equal_costs))
+        if "schedule" in (arm.case.dynmo or {}):
+            equal_costs = mock.patch("ds_dynmo.engine.run.schedule_in_force.one_f_one_b", schedule_for_equal_costs)
+            stack.enter_context(equal_costs)
         if arm.dual_pipe:
             stack.enter_context(mock.patch("tests.support.models.PipelineModule", DualPipeVModule))
         engine = build(arm.case)
-        data, losses, waiting, evaluation = batches(engine), [], list(arm.moves), 0.0
+        data, losses, waiting, evaluation, in_1f1b = batches(engine), [], list(arm.moves), 0.0, []
         for step in range(steps):
             losses.append(engine.train_batch(iter([next(data) for _ in range(arm.case.micro_batches)])).item())
+            in_1f1b.append(engine.stage.schedule.running == one_f_one_b(arm.case.stages, arm.case.micro_batches))
             if waiting:
                 engine.rebalance(waiting.pop(0), background=arm.background)
             if step == steps // 2:
                 evaluation = engine.eval_batch(batches(engine, seed=7)).item()
-        return {**outcome_of(engine, losses), "evaluation": evaluation}
+        return {**outcome_of(engine, losses), "evaluation": evaluation, "in 1F1B": in_1f1b}
 
 
 def check_same(case: Case, arms: dict[str, Arm], steps: int = 5) -> None:
     """Compare with a chain under 1F1B that stays where it is."""
     still, *others = run_each(case.ranks, train, (Arm(case), steps), *((arm, steps) for arm in arms.values()))
+    assert still[0]["in 1F1B"] == [True] * steps and still[0]["moved"] == 0
     for (name, arm), found in zip(arms.items(), others, strict=True):
         assert [r["losses"] for r in found] == [r["losses"] for r in still], name
         assert [r["evaluation"] for r in found] == [r["evaluation"] for r in still], name
         assert whole(found) == whole(still), name
+        assert found[0]["in 1F1B"] == [False] * steps, name
         assert not arm.moves or found[0]["partition"] == arm.moves[-1], name
 
 
