@@ -135,6 +135,7 @@ def train(case: Case, way: str, moves: Sequence[Sequence[int]], background: bool
 def check_same(case: Case, way: str, moves: Sequence[Sequence[int]], background: bool = False) -> None:
     still, moved = run_each(case.ranks, train, (case, way, []), (case, way, moves, background))
     check_moves_changed_nothing(still, moved)
+    assert moved[0]["partition"] == moves[-1]
     for what in ("norms", "evaluated"):
         assert [rank[what] for rank in moved] == [rank[what] for rank in still]
 
