@@ -137,6 +137,7 @@ def check(ranks: int, *runs: Run) -> None:
         assert results[0]["evaluated"] == pytest.approx(loss, rel=1e-6)
         assert results[0]["losses"][0] == pytest.approx(loss, rel=1e-6)
         found = results[0]["losses"], merged(results)
+        assert not one.moves or (one.replicas, one.slices) in before, "layers move that did not stay in a run before"
         losses, every = before.setdefault((one.replicas, one.slices), found)
         assert losses[: one.steps] == found[0]
         if one.kind is None:
@@ -152,6 +153,7 @@ def test_gradients_are_those_of_one_micro_batch_with_all_rows_and_moves_change_n
         4,
         Run(2, 2),
         Run(2, 2, "v", moves=([0, 3, 7], [0, 3, 4, 6, 7])),
+        Run(2, 2, "loop", 3),
         Run(2, 2, "zero_bubble", 3, moves=([0, 2, 11], [0, 9, 11])),
         Run(2, 2, None, steps=1),
     )
@@ -163,7 +165,7 @@ def test_gradients_are_those_of_one_micro_batch_with_all_rows_and_moves_change_n
 def test_gradients_of_three_stages_are_those_of_one_micro_batch_with_all_rows(slices: int | None) -> None:
     kinds = ("1f1b", "zero_bubble", "v", *(("loop",) if slices else ()))
     check(6, *(Run(3, 2, kind, slices) for kind in kinds), Run(1, 6, slices=slices), Run(2, 3, slices=slices))
-    check(4, Run(2, 2, moves=([0, 1, 7], [0, 6, 7])), Run(4, 1, slices=slices), Run(2, 2, "loop"))
+    check(4, Run(2, 2, "loop"), Run(2, 2, moves=([0, 1, 7], [0, 6, 7])), Run(4, 1, slices=slices))
 
 
 def test_labels_that_are_no_tensor_are_refused_with_a_remedy() -> None:
