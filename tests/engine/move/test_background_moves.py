@@ -156,22 +156,23 @@ def called(call: str, warm_up: int) -> list[tuple[int, str]]:
     section = {"initial_partition": "profile", "interval": 0, "profile": {"batches": 1, "warmup_batches": warm_up}}
     engine, data = unsteady_engine(section, [(0.001, 0.002)] * 7 + [(0.02, 0.04)], [1.0] * 2, 0.0)
     engine.set_dataiterator(data)
-    calls: dict[str, tuple[int, Callable[[], Any]]] = {
-        "": (0, lambda: None),
-        "repack": (2, lambda: engine.repack(7)),
-        "rebalance": (2, lambda: engine.rebalance([0, 9, 8])),
-        "move": (2, lambda: engine.rebalance([0, 5, 8], background=True)),
-        "move that does not fit": (3, lambda: engine.rebalance([0, 5, 8])),
-        "decision that does not fit": (1, lambda: engine.rebalance()),
+    no_fit = pytest.raises(ds_dynmo.MigrationError, match="does not fit")
+    calls: dict[str, tuple[int, Callable[[], Any], Any]] = {
+        "": (0, lambda: None, nullcontext()),
+        "repack": (2, lambda: engine.repack(7), pytest.raises(PartitionError, match="7 stages, there are 1 to 2")),
+        "rebalance": (2, lambda: engine.rebalance([0, 9, 8]), pytest.raises(PartitionError, match="0, 9, 8")),
+        "move": (2, lambda: engine.rebalance([0, 5, 8], background=True), nullcontext()),
+        "move that does not fit": (3, lambda: engine.rebalance([0, 5, 8]), no_fit),
+        "decision that does not fit": (1, lambda: engine.rebalance(), no_fit),
     }
-    at, make = calls[call]
+    at, make, outcome = calls[call]
     while engine.global_steps < 7:
         engine.train_batch(data)
         if engine.global_steps != at:
             continue
         if "does not fit" in call:
             engine.rebalancer.decider.memory.check = does_not_fit
-        with nullcontext() if call == "move" else pytest.raises((PartitionError, ds_dynmo.MigrationError)):
+        with outcome:
             make()
         vars(engine.rebalancer.decider.memory).pop("check", None)
     return [(report.step, report.reason) for report in reports_of(engine)]
