@@ -257,6 +257,7 @@ def test_after_data_that_end_no_batch_is_trained(case: Case, read: int, ends_on:
         assert ended.startswith(ends if rank in ends_on else (ends, "RuntimeError", told)), (rank, ended)
         refused = after.startswith("ConfigError: a batch ended in an error on this rank") and "Resume" in after
         assert refused or (after.startswith(told) and case.stages > 1), (rank, after)
+    assert not all(after.startswith(told) for _, after in found)  # none had ended before the first
 
 
 def one_micro_batch(engine: Any) -> Iterator[Any]:
