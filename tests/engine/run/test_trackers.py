@@ -169,11 +169,12 @@ def drawn(results: list[dict[str, Any]], index: int, name: str | None = None) ->
     return {draw for found in of_slice for draw in found if name in (None, draw[1])}
 
 
-def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert found[0]["losses"] == expected[0]["losses"] and len({tuple(each["losses"]) for each in found}) == 1
-    assert whole(found) == whole(expected)
-    assert all(drawn(found, index) == drawn(expected, index) for index in range(2))
-    assert all(result["kept"] for result in found)
+def check_same(name: str, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert found[0]["losses"] == expected[0]["losses"], name
+    assert len({tuple(each["losses"]) for each in found}) == 1, name
+    assert whole(found) == whole(expected), name
+    assert all(drawn(found, index) == drawn(expected, index) for index in range(2)), name
+    assert all(result["kept"] for result in found), name
 
 
 KINDS = ("own", "megatron", "deepspeed")
@@ -191,12 +192,12 @@ def test_neither_moves_recomputation_nor_the_number_of_stages_change_the_random_
     }
     found = dict(zip(arms, run_each(4, train, *arms.values()), strict=True))
     for name, arm in arms.items():
-        check_same(found[name], one_stage[arm[1]])
-    for results in one_stage.values():
-        assert drawn(results, 0, OF_ALL) == drawn(results, 1, OF_ALL)
+        check_same(name, found[name], one_stage[arm[1]])
+    for which, results in one_stage.items():
+        assert drawn(results, 0, OF_ALL) == drawn(results, 1, OF_ALL), which
         one, other = drawn(results, 0, OF_SLICE), drawn(results, 1, OF_SLICE)
-        assert len(one) == len(other) == len({value for _, _, value in one | other}) / 2
-        assert not {value for _, _, value in one} & {value for _, _, value in drawn(results, 0, OF_ALL)}
+        assert len(one) == len(other) == len({value for _, _, value in one | other}) / 2, which
+        assert not {value for _, _, value in one} & {value for _, _, value in drawn(results, 0, OF_ALL)}, which
     # what slices tell each other does not travel on the devices' group
     assert [each["gathered"] for each in found["own"]] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["collectives to gather"] for each in found["own"]] == [0] * 4
