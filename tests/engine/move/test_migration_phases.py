@@ -294,6 +294,7 @@ def test_a_move_that_is_not_started_leaves_no_trace(precision: str) -> None:
                 assert "failed on ranks [1], first with MemoryError: no room. No layer" in result["message"], how
         assert [result["losses"] for result in results] == [result["losses"] for result in still], how
         assert whole(results) == whole(still), how
+        assert (results[0]["partition"], still[0]["partition"]) == ([0, 6, 8], [0, 4, 8]), how  # a later move is made
 
 
 FLAT = ("bf16", "bf16 zero1", "fp32 zero1")
