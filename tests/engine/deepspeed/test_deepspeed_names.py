@@ -30,6 +30,7 @@ def test_each_missing_name_is_reported() -> None:
             _remove(name, patch)
             with pytest.raises(ConfigError) as caught:
                 probe.check_deepspeed([name] if number else NEEDED)
+                pytest.fail(f"{name} is not missed")
         message = str(caught.value)
         assert f"deepspeed {deepspeed.__version__}: it has no {name}. " in message
         assert all(version in message for version in TESTED)
@@ -48,6 +49,7 @@ def test_an_untested_version_is_refused_with_the_tested_ones(monkeypatch: pytest
         monkeypatch.setattr(deepspeed, "__version__", version)
         with pytest.raises(ConfigError) as caught:
             probe.check_deepspeed()
+            pytest.fail(f"{version} is not refused")
         tested = f"deepspeed >= {OLDEST} and < {BELOW} (tested: {', '.join(TESTED)})"
         assert str(caught.value) == f"deepspeed {version}: ds_dynmo works with {tested}"
     for version in (*TESTED, "0.19.9", TESTED[-1] + ".post1", TESTED[-1] + "+cu128"):

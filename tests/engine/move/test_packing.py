@@ -391,6 +391,7 @@ def test_a_layer_that_was_compiled_stays() -> None:
     for layer, message in compiled:
         with pytest.raises(TypeError, match=message):
             pack(PerParameterState(None).record(layer))
+            pytest.fail(f"not refused: {message}")
 
 
 def values_after(change: Callable[[Layer, torch.optim.Optimizer], None], layer: Layer) -> list[torch.Tensor] | None:

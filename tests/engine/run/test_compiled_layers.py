@@ -182,7 +182,7 @@ def test_what_torch_cannot_trace_runs_as_it_is() -> None:
                 outputs.square().sum().backward()
             outcomes.append([outputs, inputs.grad, *(parameter.grad for parameter in layer.parameters())])
         for plain, compiled_too in zip(*outcomes):
-            torch.testing.assert_close(compiled_too, plain)
+            torch.testing.assert_close(compiled_too, plain, msg=partial("{}: {}".format, kind))
         torch._dynamo.reset()
 
 
@@ -258,6 +258,7 @@ def test_what_a_call_of_deepspeeds_cannot_have_is_refused() -> None:
     ):
         with pytest.raises(ds_dynmo.ConfigError) as refused:
             backend_of_call(**arguments)
+            pytest.fail(f"{arguments} are not refused")
         assert named in str(refused.value)
 
 

@@ -84,6 +84,7 @@ def test_wrong_engine_classes_are_refused_before_anything_is_created(monkeypatch
     ):
         with pytest.raises(ConfigError, match=message):
             engine_class(given)
+            pytest.fail(f"{given} is not refused")
     monkeypatch.setattr("ds_dynmo.engine.validation.check_module", lambda model: None)
     monkeypatch.setattr("deepspeed.initialize", lambda **_: pytest.fail("an engine is built"))
     with pytest.raises(ConfigError, match="engine_class = 3"):

@@ -85,6 +85,7 @@ def test_what_cannot_be_sent_is_refused_with_its_layer() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"layer 3, .* returned a {found}: .*keep_together = \[\[3, 4\]\]"):
             sendable(outputs, 3)
+            pytest.fail(f"a {found} is not refused")
 
 
 LAYOUTS = {

@@ -106,6 +106,6 @@ def test_orders_count_on_the_next_batch_where_that_can_begin() -> None:
     for memory, synchronise, expected in ((1.0, False, False), (2.0, True, False), (2.0, False, True)):
         config = ScheduleConfig(kind="zero_bubble", memory=memory)
         ours = ScheduleInForce(config, stages_synchronise_per_batch=synchronise)
-        assert ours.back_to_back is expected
+        assert ours.back_to_back is expected, (memory, synchronise)
         assert next_of(ours, 3, 8) == schedule_for_equal_costs(3, 8, memory, back_to_back=expected)
     assert schedule_for_equal_costs(3, 8, 2.0, back_to_back=True) != schedule_for_equal_costs(3, 8, 2.0)

@@ -167,7 +167,7 @@ def test_gradients_are_added_to_those_that_are_there() -> None:
         for parameter, also in zip(model.parameters(), other.parameters(), strict=True):
             parameter.grad, also.grad = (torch.full_like(parameter, 0.1) if preset else None for _ in range(2))
         for set_to_none in (False, True):
-            assert check_same(model, inputs(2, 5, WIDTH), other=other) == BOTH
+            assert check_same(model, inputs(2, 5, WIDTH), other=other) == BOTH, (preset, set_to_none)
             model.zero_grad(set_to_none)
             other.zero_grad(set_to_none)
 

@@ -79,6 +79,7 @@ def test_a_scheduler_that_cannot_be_completed_is_refused() -> None:
         schedulers: list[Any] = [torchs.LambdaLR(first, lambdas), torchs.LambdaLR(second, lambdas[1:])]
         with pytest.raises(ConfigError, match=words):
             complete_on_all_ranks([first, second], schedulers)
+            pytest.fail(f"{options} are not refused")
 
 
 def test_a_schedulers_lists_are_completed() -> None:
