@@ -104,35 +104,36 @@ def save_and_call(case: Case, into: str) -> None:
     engine = build(case)
     train_on(engine, 0, 1)
 
-    def call(function: Callable[[], Any]) -> None:
+    def call(first: str, function: Callable[[], Any]) -> None:
         may_write = threading.Event()
         write_after(lambda: may_write.wait(100))
-        engine.save_checkpoint(into, tag="first")
-        before, partition = state(engine), engine.partition
+        engine.save_checkpoint(into, tag=first)
+        before = state(engine), engine.partition
         thread = engine.checkpointer._under_way._thread
         join = thread.join
 
         def joined(*args: Any) -> None:
+            assert not os.path.exists(f"{into}/{first}")
             may_write.set()
             join(*args)
 
         thread.join = joined
         function()
-        assert may_write.is_set() and os.path.isdir(f"{into}/first")
-        if not engine.released:
+        assert may_write.is_set() and os.path.isdir(f"{into}/{first}"), first
+        if not engine.repacks and not engine.released:
             engine.wait_for_save()
-        assert engine.released or engine.partition != partition or state(engine) == before
+            assert (state(engine), engine.partition) == before, first
 
-    call(lambda: engine.save_checkpoint(into, tag="second"))
-    call(lambda: engine.load_checkpoint(into, tag="first"))
+    call("first", lambda: engine.save_checkpoint(into, tag="second"))
+    call("third", lambda: engine.load_checkpoint(into, tag="third"))
     assert not engine.repacks
-    call(lambda: engine.repack(1))
+    call("fourth", lambda: engine.repack(1))
     assert engine.released or engine.num_stages == 1
 
 
 def test_what_needs_the_checkpoint_waits_for_it(tmp_path: Path) -> None:
     run(2, save_and_call, Case(micro_batches=1, dynmo=BACKGROUND), str(tmp_path), complete=False)
-    assert sorted(os.listdir(tmp_path)) == ["first", "latest", "second"]
+    assert sorted(os.listdir(tmp_path)) == ["first", "fourth", "latest", "second", "third"]
 
 
 def save_and_end(rank: int, port: int, into: str) -> None:
