@@ -30,7 +30,8 @@ pytestmark = pytest.mark.ranks
 
 MOVES = ([0, 4, 6, 8], [0, 1, 6, 8], [0, 2, 4, 8])  # indexed by the rank that receives
 START = (0, 3, 5, 8)
-STEPS, MOST_CALLS = 6, 300_000  # of a run that is killed; functions that are called in it
+STEPS, MOST_CALLS = 6, 280_000  # of a run that is killed; fewer functions than are called in it
+QUICK_SEED = 5  # of a run that is killed after its first save
 SECTION: dict[str, Any] = {"interval": 0, "timeout_seconds": 10, "profile": {"batches": 1, "warmup_batches": 0}}
 CASES = {
     "fp32": Case(stages=3, start=START, dynmo=SECTION),
@@ -49,6 +50,7 @@ OF_DECISIONS = ("gather", "decide")
 def train_on(engine: Any, data: Any, rank: int, point: str) -> list[float]:
     """Train over a decision, if the point is one of it; move layers to ``rank`` and back, and train with them there."""
     losses = [engine.train_batch(data).item() for _ in range(2 if point in OF_DECISIONS else 0)]
+    assert engine.partition == list(START), point  # also where a move has failed
     engine.rebalance(MOVES[rank])
     losses.append(engine.train_batch(data).item())
     engine.rebalance(START)
@@ -76,7 +78,6 @@ def harmless(case: Case, first: int) -> dict[str, Any]:
             said[point] = str(caught.value)
         losses += train_on(engine, data, rank, point)
         said.setdefault(point, repr(engine.rebalancer.failure))
-        assert engine.partition == list(START), point
     return {"said": said, "losses": losses, "state": state(engine), "replica": 0}
 
 
@@ -279,7 +280,9 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
     return _continue(engine, case, folder, background=False)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 5 else pytest.mark.nightly) for s in range(100)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=() if s == QUICK_SEED else pytest.mark.nightly) for s in range(100)]
+)
 def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
     """SIGKILL comes at any moment of a run that rebalances after every batch: before, in, and between saves.
 
@@ -289,13 +292,12 @@ def test_a_killed_job_resumes_bitwise(tmp_path: Path, seed: int) -> None:
     case = Case(stages=2, precision=chooser.choice(["fp32", "bf16 zero1"]), groups="two", dropout=True, start=(0, 3, 8))
     whole_run = run(2, train_and_save, case, str(tmp_path / "whole"), background)
     victim, calls, folder = chooser.randint(0, 1), chooser.randint(1, MOST_CALLS), str(tmp_path / "killed")
-    try:
+    with pytest.raises(RankError, match=r"died|Connection"):
         run(2, train_and_save, case, folder, background, victim, calls)
-    except RankError as error:
-        assert "died" in str(error) or "Connection" in str(error)
     stages = chooser.choice([1, 2])
     case = replace(case, stages=stages, start=None if stages == 1 else case.start)
     resumed = run(stages, resume, case, folder)
     expected = whole_run[0]["losses"]
     assert resumed[0]["losses"] == {step: expected[step] for step in resumed[0]["losses"]}
+    assert seed != QUICK_SEED or 0 not in resumed[0]["losses"], "nothing was saved before: choose another seed"
     assert whole(resumed) == whole(whole_run)
