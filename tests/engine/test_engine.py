@@ -121,21 +121,24 @@ def test_a_rebalance_by_hand_profiles_every_layer_first_if_necessary() -> None:
         assert profile.batch_seconds > 4 * 3 * sum(seconds[2:])
 
 
-def rebalance_with_little_memory() -> tuple[str, list[int], int]:
-    """Train over a decision, and ask for another; train on."""
+def rebalance_with_little_memory() -> tuple[str, str, list[int], int]:
+    """Train over a decision, and ask for another; train on. Return the errors of both."""
     engine = build(Case(dynmo={"interval": 2, "memory_limit": "500B"}))
     data = batches(engine)
     for _ in range(3):
         engine.train_batch(data)
+    automatic = repr(engine.rebalancer.failure)
     with pytest.raises(ds_dynmo.PartitionError) as refused:
         engine.rebalance()
     engine.train_batch(data)
-    return str(refused.value), engine.partition, engine.global_steps
+    return automatic, str(refused.value), engine.partition, engine.global_steps
 
 
 def test_a_rebalance_that_does_not_fit_is_refused_and_does_not_end_training() -> None:
-    for message, partition, steps in run(2, rebalance_with_little_memory):
-        assert "stage" in message and "bytes" in message
+    for automatic, by_hand, partition, steps in run(2, rebalance_with_little_memory):
+        assert automatic.startswith("PartitionError(")
+        for message in (automatic, by_hand):
+            assert "stage" in message and "bytes" in message
         assert (partition, steps) == ([0, 4, 8], 4)
 
 
@@ -149,17 +152,17 @@ def refuse_partitions() -> tuple[list[str], list[str]]:
     engine.train_batch(data)
     before = state(engine)
 
-    def refused(partition: Any) -> str:
-        with pytest.raises((ds_dynmo.MigrationError, ds_dynmo.PartitionError)) as error:
+    def refused(partition: Any, kind: type[Exception]) -> str:
+        with pytest.raises(kind) as error:
             engine.rebalance(partition)
-        assert state(engine) == before and engine.partition == [0, 4, 8]
+        assert state(engine) == before and engine.partition == [0, 4, 8], partition
         return str(error.value)
 
-    differing = [[0, 2 + engine.stage_id, 8], [0, 9 * engine.stage_id or 3, 8]]
-    invalid, found = map(refused, INVALID), map(refused, differing)
-    messages = [*invalid], [*found]
+    invalid = [refused(partition, ds_dynmo.PartitionError) for partition in INVALID]
+    differing = refused([0, 2 + engine.stage_id, 8], ds_dynmo.MigrationError)
+    on_one = refused([0, 9 * engine.stage_id or 3, 8], ds_dynmo.PartitionError)
     engine.train_batch(data)
-    return messages
+    return invalid, [differing, on_one]
 
 
 def test_if_a_partition_is_invalid_or_ranks_disagree_nothing_moves() -> None:
