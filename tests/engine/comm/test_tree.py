@@ -28,7 +28,8 @@ def test_a_tree_of_ranks() -> None:
     for size in (*range(1, 10), 64, 100):
         children = [children_of(place, size) for place in range(size)]
         assert sorted(chain.from_iterable(children)) == [*range(1, size)]
-        assert all(place in children[parent_of(place) or 0] for place in range(1, size)), size
+        parents = [(place, parent) for place in range(1, size) if (parent := parent_of(place)) is not None]
+        assert len(parents) == size - 1 and all(place in children[parent] for place, parent in parents), size
         for place in range(size):
             below = [branch_of(child, size) for child in children[place]]
             assert [place, *chain.from_iterable(below)] == [*branch_of(place, size)], (size, place)
