@@ -27,7 +27,8 @@ def test_equal_passes_of_a_chain_and_of_a_v_reach_their_bounds_with_1f1bs_memory
         chunks = len(costs.owners)
         found = made(costs, micro_batches, PassBytes.equal(chunks), [chunks] * 8)
         assert replay(found, costs).iteration_seconds == seconds
-        assert max(peak_bytes(found, PassBytes.equal(chunks))) <= chunks
+        most = max(peak_bytes(found, PassBytes.equal(chunks)))
+        assert most == chunks if costs is chain else most <= chunks, (costs.owners, micro_batches)
 
 
 def test_rounding_errors_change_no_order() -> None:
