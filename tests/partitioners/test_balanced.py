@@ -43,7 +43,7 @@ def check(seed: int, count: int, most_layers: int) -> dict[str, int]:
         costs = random_costs(rng, num_layers, KINDS[case % len(KINDS)])
         memory = random_memory(rng, num_layers, num_stages) if case % 4 < 2 else None
         # Powers of two, so that a load over a speed is exact.
-        speeds = [rng.choice([0.25, 0.5, 1.0, 2.0]) if case % 3 == 0 else 1.0 for _ in range(num_stages)]
+        speeds = [rng.choice([0.25, 0.5, 1.0, 2.0]) if case % 5 < 2 else 1.0 for _ in range(num_stages)]
         start, sizes = random_start(rng, num_layers, num_stages), [rng.randrange(5) for _ in range(num_layers)]
         partitions = list(every_partition(num_layers, num_stages))
         fitting = partitions_that_fit(partitions, memory)
