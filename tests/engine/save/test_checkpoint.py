@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,20 +87,25 @@ RECIPE = code_blocks("checkpoints.md", "Resume a run", "python")[0]
 
 
 def follow_the_recipe(case: Case, folder: str, steps: int) -> dict[str, Any]:
-    """Run the code that is printed."""
+    """Run the code that is printed. Return the loss and the state at its end, and the first micro-batch."""
     os.chdir(folder)
-    names: dict[str, Any] = {
-        **{"module": module_of(case), "config": config(case), "steps": steps},
-        "micro_batches": lambda first: (micro_batch(number, 0) for number in itertools.count(first)),
-    }
+    firsts = []
+
+    def micro_batches(first: int) -> Iterator[Any]:
+        firsts.append(first)
+        return (micro_batch(number, 0) for number in itertools.count(first))
+
+    names: dict[str, Any] = {"module": module_of(case), "config": config(case), "steps": steps}
+    names["micro_batches"] = micro_batches
     exec(RECIPE, names)
-    return {"loss": names["loss"].item(), "state": state(names["engine"]), "replica": 0}
+    return {"loss": names["loss"].item(), "state": state(names["engine"]), "replica": 0, "firsts": firsts}
 
 
 def test_the_printed_recipe_resumes_a_run_on_another_number_of_stages(tmp_path: Path) -> None:
     in_one_go = run(2, follow_the_recipe, Case(), str(tmp_path), 12)
     resumed = run(3, follow_the_recipe, Case(stages=3), str(tmp_path), 12)
     assert resumed[0]["loss"] == in_one_go[0]["loss"] and whole(resumed) == whole(in_one_go)
+    assert [found[0]["firsts"] for found in (in_one_go, resumed)] == [[0], [10 * Case().micro_batches]]
     assert sorted(os.listdir(tmp_path / "run")) == ["global_step10", "latest"]
 
 
