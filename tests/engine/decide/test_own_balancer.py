@@ -59,6 +59,7 @@ def trained(name: str, hows: Sequence[str], migration: str) -> list[dict[str, An
         result["logged"] = [text for text in logged.messages if "Traceback" in text]
         results.append({**result, "losses": losses, "calls": calls})
         warned.messages.clear(), logged.messages.clear()
+    losses.append(engine.eval_batch(data).item())  # the next batch would decide
     return results
 
 
