@@ -193,6 +193,11 @@ def test_a_job_that_stops_for_a_restart_says_how_to_resume(tmp_path: Path) -> No
     smaller = Case(stages=1, replicas=2)
     resumed, straight = run(2, go_on, smaller, str(tmp_path)), run(2, train_alone, smaller, 4)
     assert losses(stopped) | losses(resumed) == losses(straight)
+    two_chunks = {**block, "schedule": "v"}
+    run(3, train_and_repack, Case(stages=3, dynmo=two_chunks), {1: [0, 1, 3, 7, 8]}, 2)
+    launch = json.loads((tmp_path / "launch.json").read_text())
+    assert (launch["num_stages"], launch["ranks"], launch["tag"]) == (2, 2, "global_step1")
+    assert (launch["partition"], launch["partition_owners"]) == ([0, 1, 3, 7, 8], [0, 1, 1, 0])
 
 
 def with_another_balancer(case: Case) -> list[str]:
