@@ -60,7 +60,7 @@ def test_the_shape_is_known_from_the_owners() -> None:
 def test_a_layer_that_does_not_exist_is_refused() -> None:
     for where, layer in itertools.product((CHAIN, V, LOOP), (-1, 12)):
         with pytest.raises(PartitionError, match=f"layer {layer} is in no stage"):
-            where.stage_of(layer)
+            pytest.fail(f"{layer} of {where}: {where.stage_of(layer)}")
 
 
 def test_a_stage_without_layers() -> None:
@@ -133,7 +133,7 @@ def test_boundaries_that_are_no_v_or_loop_are_refused_with_both_numbers() -> Non
     shapes: tuple[Shape, ...] = "v", "loop"
     for shape, (boundaries, message) in itertools.product(shapes, expected.items()):
         with pytest.raises(PartitionError, match=message):
-            Placement.of_shape(shape, boundaries, num_layers=8, num_stages=2)
+            pytest.fail(f"{shape}: {Placement.of_shape(shape, boundaries, num_layers=8, num_stages=2)}")
 
 
 def test_fewer_layers_than_chunks_are_refused_with_both_numbers() -> None:
@@ -141,7 +141,7 @@ def test_fewer_layers_than_chunks_are_refused_with_both_numbers() -> None:
         needed = len(owners_of(shape, 3))
         numbers = f"3 stages needs? at least {needed} layers, the model has {needed - 1}"
         with pytest.raises(PartitionError, match=numbers):
-            Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)
+            pytest.fail(f"{Placement.of_shape(shape, range(needed), num_layers=needed - 1, num_stages=3)}")
 
 
 def test_a_partition_becomes_plain_ints() -> None:

@@ -50,7 +50,7 @@ def check(seed: int, count: int, most_layers: int) -> dict[str, int]:
         if memory is not None and not fitting:
             seen["nothing fits"] += 1
             with pytest.raises(PartitionError, match=r"stage \d+ needs \d+ bytes, its limit is \d+") as error:
-                balanced(costs, num_stages, memory=memory, speeds=speeds)
+                pytest.fail(f"{memory}: {balanced(costs, num_stages, memory=memory, speeds=speeds)}")
             words = re.search(r"stage (\d+) needs (\d+) bytes, its limit is (\d+)", str(error.value))
             assert words is not None
             stage, needed, limit = (int(number) for number in words.groups())
@@ -139,7 +139,7 @@ def test_what_is_refused() -> None:
     ]
     for num_layers, num_stages, options, words in refusals:
         with pytest.raises(PartitionError, match=words):
-            balanced([1] * num_layers, num_stages, **options)
+            pytest.fail(f"{words}: {balanced([1] * num_layers, num_stages, **options)}")
 
 
 def test_a_large_model_stays_within_one_layer_of_the_mean_load() -> None:

@@ -26,7 +26,7 @@ from ds_dynmo.partitioners import (
 def test_what_balancers_refuse_and_take(function: Callable[..., Any]) -> None:
     for bad in (math.nan, math.inf, -math.inf, -0.5, -1, None, "3", 10**400, [1.0]):
         with pytest.raises(PartitionError, match=r"layer 2 costs ") as error:
-            function([1.0, 2.0, bad, 4.0], 2)
+            pytest.fail(f"{bad}: {function([1.0, 2.0, bad, 4.0], 2)}")
         assert repr(bad) in str(error.value)
     for costs, stages, words in (
         ([5, 5], 4, "2 layers cannot fill 4 stages"),
@@ -34,7 +34,7 @@ def test_what_balancers_refuse_and_take(function: Callable[..., Any]) -> None:
         ([], 1, "0 layers cannot fill 1 stage:"),
     ):
         with pytest.raises(PartitionError, match=words):
-            function(costs, stages)
+            pytest.fail(f"{words}: {function(costs, stages)}")
     for dtype in (np.int64, np.float64, np.float32):
         partition = function(np.array([4, 9, 7, 5], dtype=dtype), 3)
         assert partition == [0, 1, 2, 4]

@@ -71,7 +71,7 @@ def test_what_is_refused(balancer: Any) -> None:
     ]
     for costs, start, words in refusals:
         with pytest.raises(PartitionError, match=words):
-            balancer(costs, len(start) - 1, start=start, memory=None)
+            pytest.fail(f"{costs}: {balancer(costs, len(start) - 1, start=start, memory=None)}")
 
 
 def test_names() -> None:
@@ -210,4 +210,4 @@ def test_a_balancer_that_cannot_be_imported_is_refused(folder: Path) -> None:
     }
     for name, says in refusals.items():
         with pytest.raises(ConfigError, match=rf'^dynmo\.balancer = "{name}": .*{says}'):
-            read_dynmo_config({"dynmo": {"balancer": name}})
+            pytest.fail(f"{name}: {read_dynmo_config({'dynmo': {'balancer': name}})}")

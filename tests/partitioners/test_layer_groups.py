@@ -270,16 +270,16 @@ def test_an_invalid_result_of_a_registered_balancer_is_refused(monkeypatch: pyte
     for number, (answer, words) in enumerate(answers):
         register(f"wrong {number}")(lambda *args, answer=answer, **options: answer)
         with pytest.raises(PartitionError, match=f'balancer "wrong {number}", given 4 groups of layers: .*{words}'):
-            choose(f"wrong {number}", [1] * 6, [0, 1, 6], groups)
+            pytest.fail(f"{answer}: {choose(f'wrong {number}', [1] * 6, [0, 1, 6], groups)}")
 
 
 def test_more_stages_than_groups_are_refused() -> None:
     groups = LayerGroups.of([(0, 1), (2, 3)], ["Layer"] * 4)
     for name in names():
         with pytest.raises(PartitionError, match="makes 2 groups of the model's 4 layers, which cannot fill 3 stages"):
-            choose(name, [1] * 4, [0, 1, 2, 4], groups)
+            pytest.fail(f"{name}: {choose(name, [1] * 4, [0, 1, 2, 4], groups)}")
         with pytest.raises(PartitionError, match="layer 1 costs"):
-            choose(name, [1, -1, 1, 1], [0, 2, 4], groups)
+            pytest.fail(f"{name}: {choose(name, [1, -1, 1, 1], [0, 2, 4], groups)}")
 
 
 # -- diffusion between neighbours ---------------------------------------------------------------------

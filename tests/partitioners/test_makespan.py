@@ -192,4 +192,4 @@ def test_a_model_of_another_pipeline_is_refused() -> None:
     ]
     for values, words in refusals:
         with pytest.raises(PartitionError, match=words):
-            replace(pipeline, **values)
+            pytest.fail(f"{words}: {replace(pipeline, **values)}")

@@ -59,4 +59,4 @@ def test_a_wrong_model_is_refused() -> None:
     ]
     for change, words in refusals:
         with pytest.raises(PartitionError, match=words):
-            replace(MODEL, **change)
+            pytest.fail(f"{words}: {replace(MODEL, **change)}")

@@ -177,11 +177,11 @@ def test_large_instances_and_equal_layers(shape: Shape) -> None:
 def test_what_is_refused() -> None:
     for shape in SHAPES:
         with pytest.raises(PartitionError, match="5 layers cannot fill 6 chunks, two of each stage"):
-            balanced([1.0] * 5, 3, owners=owners_of(shape, 3))
+            pytest.fail(f"{shape}: {balanced([1.0] * 5, 3, owners=owners_of(shape, 3))}")
         with pytest.raises(PartitionError, match="layer 1 costs"):
-            balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))
+            pytest.fail(f"{shape}: {balanced([1.0, -1.0, 1.0, 1.0], 2, owners=owners_of(shape, 2))}")
         with pytest.raises(PartitionError, match="from 0 to 6, for 4 stages and 6 layers"):
-            balanced([1.0] * 6, 2, owners=owners_of(shape, 2), start=[0, 1, 2, 3, 7])
+            pytest.fail(f"{shape}: {balanced([1.0] * 6, 2, owners=owners_of(shape, 2), start=[0, 1, 2, 3, 7])}")
 
 
 def test_a_search_of_bounded_work_still_finds_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_stage_counts_that_do_not_fit_are_skipped_and_there_is_a_minimum() -> No
     assert found is not None and found.num_stages == 3
     for count in (0, 9):
         with pytest.raises(PartitionError, match="8 layers can be on 1 to 8 stages"):
-            pack_onto(evenly(8), model, count)
+            pytest.fail(f"{count}: {pack_onto(evenly(8), model, count)}")
 
 
 # -- who stays ----------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_links_count_and_may_differ_and_wrong_sizes_are_refused_with_the_numbers
     ]
     for function, values, words in refusals:
         with pytest.raises(ScheduleError, match=words):
-            function(*values)
+            pytest.fail(f"{words}: {function(*values)}")
 
 
 def test_the_bubble_of_each_stage() -> None:

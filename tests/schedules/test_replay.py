@@ -98,6 +98,6 @@ def test_invalid_costs_are_refused() -> None:
     ]
     for costs, options, words in refusals:
         with pytest.raises(ScheduleError, match=words):
-            PassCosts.chain(*costs, **options)
+            pytest.fail(f"{words}: {PassCosts.chain(*costs, **options)}")
     with pytest.raises(ScheduleError, match=r"chunks on stages \[0, 1\], the costs for \[0, 1, 2\]"):
         replay(one_f_one_b(2, 2), PassCosts.equal(range(3)))

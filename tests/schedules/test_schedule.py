@@ -36,7 +36,7 @@ def test_an_invalid_schedule_is_refused_with_the_reason() -> None:
     ]
     for *texts, words in refusals:
         with pytest.raises(ScheduleError, match=words):
-            chain(*texts)
+            pytest.fail(f"{words}: {chain(*texts)}")
 
 
 def test_a_cyclic_order_is_named_action_by_action() -> None:

@@ -40,11 +40,11 @@ def refusals(case: Case) -> list[str]:
 
     for number in (0, 3, -1):
         with pytest.raises(PartitionError) as refused:
-            engine.repack(number)
+            pytest.fail(f"{number} stages: {engine.repack(number)}")
         found.append(str(refused.value))
     for partition in ([0, 0, 8], [0, 9], [0, 2, 4, 6, 8], []):
         with pytest.raises(PartitionError) as refused:
-            engine.repack(partition=partition)
+            pytest.fail(f"{partition}: {engine.repack(partition=partition)}")
         found.append(str(refused.value))
     with pytest.raises(MigrationError) as differ:
         engine.repack(dist.get_rank() + 1)  # the ranks ask for different numbers

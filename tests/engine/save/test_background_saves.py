@@ -189,7 +189,7 @@ def call_after_failures(case: Case, into: str) -> list[tuple[str, str, int, list
             train_on(engine, step, 1)  # tells the others
         before = engine.global_steps, engine.partition
         with pytest.raises(CheckpointError) as caught:
-            call()
+            pytest.fail(f"{name}: {call()}")
         assert (engine.global_steps, engine.partition) == before, name
         assert sorted(os.listdir(into)) == ["good", "latest"] and read_latest(into) == "good", name
         found.append((name, str(caught.value), step, [line for line in warnings.messages if into in line]))

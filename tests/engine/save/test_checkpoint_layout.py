@@ -92,7 +92,7 @@ def test_an_invalid_manifest_is_refused() -> None:
     for text in ("{", "[]", '{"format": 6}', '{"format": 7}', "null"):
         for kind in (Manifest, StageManifest):
             with pytest.raises(ValueError, match=says):
-                kind.from_json(text)
+                pytest.fail(f"{text}: {kind.from_json(text)}")
     with pytest.raises(ValueError, match="3 stages but the partition"):
         Manifest.from_json(replace(manifest(), stages=(SavedFile(1, ""),) * 3).to_json())
     with pytest.raises(ValueError, match=r"its stages have \[1, 0\] slices"):
@@ -161,9 +161,9 @@ def test_a_file_that_the_first_rank_of_its_stage_or_rank_0_does_not_find_is_refu
             (folder / name).unlink() if how == "missing" else (folder / name).write_text("{")
             manifest_files.write_stage(str(folder), firsts()[0])
             with pytest.raises(CheckpointError, match=f"{name}: {says}.*a folder that all ranks share"):
-                manifest_files.write_stage(str(folder), firsts()[1])
+                pytest.fail(f"{name} {how}: {manifest_files.write_stage(str(folder), firsts()[1])}")
             with pytest.raises(CheckpointError, match=r"manifest-pipe_01.json: a rank wrote it, and this one cannot"):
-                manifest_files.write_all(str(folder), manifest())
+                pytest.fail(f"{name} {how}: {manifest_files.write_all(str(folder), manifest())}")
 
 
 def test_a_file_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
@@ -195,4 +195,4 @@ def test_a_manifest_of_a_stage_that_is_not_of_this_checkpoint_is_refused(tmp_pat
         assert content != text, how
         path.unlink() if content is None else path.write_text(content)
         with pytest.raises(CheckpointError, match=r"manifest-pipe_01.json: "):
-            read_manifests(saved)
+            pytest.fail(f"{how}: {read_manifests(saved)}")

@@ -103,7 +103,7 @@ def test_a_missing_weight_is_never_invented() -> None:
         narrow.weight.requires_grad_(False)
         content = loaded(narrow, "weight")
         with pytest.raises(CheckpointError, match=r"lacks weight, which had shape \[3, 2\]; .* has \[4, 2\]"):
-            check(Layer(), content, **flags)
+            pytest.fail(f"{flags}: {check(Layer(), content, **flags)}")
         here.weight.data.fill_(7)
         check(here, content, **flags)
         install(here, content, origin_of(Layer()), CPU, strict=flags.get("strict", True))

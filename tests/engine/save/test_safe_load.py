@@ -110,7 +110,7 @@ def test_what_cannot_be_loaded_safely_is_named_at_once(tmp_path: Path) -> None:
         torch.save(value, tmp_path / "file")
         for read in (safe_load, names_to_allow):
             with pytest.raises(CheckpointError, match=f"it holds .*{message}.*, which cannot be loaded safely"):
-                read(str(tmp_path / "file"))
+                pytest.fail(f"{message}: {read(str(tmp_path / 'file'))}")
 
 
 def test_the_state_of_a_dtype_is_numpys_and_calls_are_refused(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_state_of_a_dtype_is_numpys_and_calls_are_refused(tmp_path: Path) ->
         for value in values:
             torch.save(value, tmp_path / "file")
             with pytest.raises(CheckpointError, match=message):
-                safe_load(str(tmp_path / "file"))
+                pytest.fail(f"{value.call}: {safe_load(str(tmp_path / 'file'))}")
 
 
 def test_a_file_in_torchs_old_format_runs_no_code(tmp_path: Path) -> None:
