@@ -67,6 +67,9 @@ def test_every_pass_starts_when_its_stage_is_free_and_its_data_has_arrived() -> 
                         arrived = max(arrived, gradient_end(chunk + 1, micro_batch) + costs.link_seconds[chunk])
                 assert starts[action] == max(free_at, arrived)
                 free_at = ends[action]
+        assert timeline.iteration_seconds == max(ends.values())
+        seconds = [sum(costs.by_kind[one.kind][one.chunk] for one in order) for order in timeline.schedule.orders]
+        assert timeline.busy_seconds == pytest.approx(seconds)
 
 
 def test_links_cost_between_stages_only() -> None:
