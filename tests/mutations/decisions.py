@@ -102,6 +102,13 @@ MUTATIONS = [
         "tests/engine/decide/test_cycle.py::test_every_event_in_every_state",
     ),
     Mutation(
+        "a profile of where layers were is read after they moved",
+        "Rebalancer._layers_moved",
+        "self._drop_posted_profile()",
+        "pass",
+        "tests/engine/decide/test_decisions.py::test_a_profile_of_where_layers_were_is_dropped",
+    ),
+    Mutation(
         "layers may freeze without a word",
         "TrainableLayers.check",
         "check_unchanged(self._stage.layers, self._layers)",
