@@ -68,7 +68,9 @@ def test_checkpoints_load_in_stock_and_back_and_hold_the_same(tmp_path: Path) ->
 def test_so_do_others(tmp_path: Path, precision: str, replicas: int, tied: bool) -> None:
     case = Case(clip=0.0, groups="two", scheduler=True, precision=precision, replicas=replicas, tied=tied)
     for ways in run(case.ranks, exchange_with_stock, case, str(tmp_path)):
-        assert all(loaded == expected for expected, loaded in ways.values()) and len(ways) == 3
+        for way, (expected, loaded) in ways.items():
+            assert loaded == expected, way
+        assert len(ways) == 3
 
 
 def decay_and_rise(optimizer: torch.optim.Optimizer) -> Any:
