@@ -41,10 +41,12 @@ FIRST = {
 def test_moves_change_nothing(name: str, tmp_path: Path) -> None:
     """Of a run that is switched off: not with restarts, recomputation, two chunks or split passes either."""
     way, precision = FIRST[name]
-    case = CaseRun(CASES[name], precision=precision, steps=4)
+    case = CaseRun(CASES[name], precision=precision, steps=5)
     off = replace(case, enabled=False)
     still, found = run_each(2, case_runs.train, (off,), ways(case, str(tmp_path))[way])
     check_moves_change_nothing(case, still, found)
+    for event in ("moved", "saved") if "resumed" in way else ("moved",):  # the case had done something by then
+        assert min(rank["least"][event] for rank in found) < 1.0, event
 
 
 @pytest.mark.nightly
@@ -82,12 +84,14 @@ def check_halves_train_as_whole_blocks(halves: CaseRun) -> None:
     blocks, split = run_each(halves.ranks, case_runs.train, (plain,), (moved(halves),))
     assert blocks[0]["losses"] == split[0]["losses"] and blocks[0]["evaluated"] == split[0]["evaluated"]
     assert whole(blocks) == as_whole_blocks(whole(split))
+    assert min(rank["least"]["moved"] for rank in split) < 0.5  # frozen, or pruned
+    assert split[0]["partition"][1] in (2, case_runs.num_layers(halves) - 2)
 
 
 @pytest.mark.parametrize("checkpoint_interval", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_train_as_whole_blocks(name: str, checkpoint_interval: int) -> None:
-    check_halves_train_as_whole_blocks(CaseRun(CASES[name], checkpoint_interval=checkpoint_interval, steps=4))
+    check_halves_train_as_whole_blocks(CaseRun(CASES[name], checkpoint_interval=checkpoint_interval, steps=5))
 
 
 @pytest.mark.nightly

@@ -229,15 +229,18 @@ def batches(engine: Any, model: ModelConfig, seed: int = 0) -> Iterator[tuple[to
 def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> dict[str, Any]:
     """Train, and return losses, the loss of an evaluation, and the final state of this rank's layers.
 
+    And the least of their load signals when layers moved last, and when they were saved: had the case done something?
+
     Args:
         folder: where to save after ``stop`` steps, before another engine loads and continues.
         stop: number of steps before the checkpoint.
     """
     engine, model = build(run)
-    data, losses = batches(engine, model), []
+    data, losses, least = batches(engine, model), [], dict[str, float]()
     cases = dynamic_cases(model, engine, total_steps=run.steps)
     for step in range(run.steps):
         if step == stop and folder is not None:
+            least["saved"] = min(load_signals(engine).values(), default=1.0)
             states = json.dumps([case.state_dict() for case in cases])
             engine.save_checkpoint(folder)
             engine, model = build(run)
@@ -248,25 +251,28 @@ def train(run: CaseRun, folder: str | None = None, stop: int | None = None) -> d
         for case in cases:
             case.before_batch(step)
         if step in run.moves:
+            least["moved"] = min(load_signals(engine).values(), default=1.0)
             engine.rebalance(run.moves[step])
         if run.enabled:
             drop_decision(engine)
         losses.append(engine.train_batch(data).item())
         for case in cases:
             case.after_batch(step + 1)
-    signals = {
-        index: module.load_signal()
-        for index, module in engine.stage.layers.counted_modules().items()
-        if hasattr(module, "load_signal")
-    }
     return {
         "losses": losses,
         "evaluated": engine.eval_batch(batches(engine, model, seed=1)).item(),
         "state": state(engine),
         "replica": engine.grid.get_data_parallel_id(),
-        "signals": signals,
+        "signals": load_signals(engine),
+        "least": least,
         "partition": engine.partition,
     }
+
+
+def load_signals(engine: Any) -> dict[int, float]:
+    """Return the load signals of this rank's layers."""
+    modules = engine.stage.layers.counted_modules().items()
+    return {index: module.load_signal() for index, module in modules if hasattr(module, "load_signal")}
 
 
 # A "dynmo" section with a decision after every batch. At the first, all blocks are on the second of two stages.
@@ -330,6 +336,7 @@ def check_two_chunks_change_nothing(case: CaseRun, kind: str, still: list[dict[s
     else:
         found = run(case.ranks, train, in_chunks(case, kind))
     check_same(still, found)
+    assert still[0]["partition"] != found[0]["partition"]
 
 
 def ways(case: CaseRun, folder: str) -> dict[str, tuple[Any, ...]]:
@@ -371,9 +378,10 @@ def check_slices_move(still: CaseRun, chain: dict[int, list[int]]) -> None:
         for kind, moves in (("zero_bubble", chain), ("v", folded))
     ]
     expected, *others = run_each(2, train, (still,), *((one,) for one in ours))
-    for found in others:
+    for one, found in zip(ours, others, strict=True):
         assert found[0]["losses"] == expected[0]["losses"] and found[0]["evaluated"] == expected[0]["evaluated"]
         assert whole(found) == whole(expected)
+        assert found[0]["partition"] == one.moves[max(step for step in one.moves if step < one.steps)]
 
 
 def train_moved(case: CaseRun) -> dict[str, Any]:
