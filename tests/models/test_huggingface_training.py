@@ -163,13 +163,14 @@ def test_moves_of_halves_change_nothing(
 
     The checkpoint resumes at other stages too, but not in other pieces.
     """
-    of_whole = case(name, more=settings, precision=precision, clip=0.0, steps=4)
+    of_whole = case(name, more=settings, precision=precision, clip=0.0, steps=5)
     halves = replace(of_whole, model={**of_whole.model, "split_blocks": True})
     ours = replace(halves, moves=in_chunks(halves), dynmo={"interval": 0, "schedule": {"kind": "v"}})
     still = halves if name == "gpt2" else of_whole  # dropout draws other numbers in halves
     folder = str(tmp_path)
-    expected, in_v = run_each(2, case_runs.train, (still,), (ours, folder, 2))
+    expected, in_v = run_each(2, case_runs.train, (still,), (ours, folder, 3))
     assert in_v[0]["losses"] == expected[0]["losses"] and in_v[0]["evaluated"] == expected[0]["evaluated"]
+    assert in_v[0]["partition"] == ours.moves[4]
     as_many = halves.model.get("vocabulary_slices", 1) + 2  # layers, in four whole decoder layers
     pieces: list[dict[str, Any]] = [
         {},
@@ -178,8 +179,8 @@ def test_moves_of_halves_change_nothing(
         {"split_blocks": False, "vocabulary_slices": as_many},
     ]
     elsewhere = [replace(halves, stages=stages, model={**halves.model, **one}) for one in pieces]
-    resumed, *refused = run_each(stages, go_on, *((one, folder, 2) for one in elsewhere))
-    assert resumed[0]["losses"] == expected[0]["losses"][2:] and whole(resumed) == whole(in_v)
+    resumed, *refused = run_each(stages, go_on, *((one, folder, 3) for one in elsewhere))
+    assert resumed[0]["losses"] == expected[0]["losses"][3:] and whole(resumed) == whole(in_v)
     for ranks in refused:
         assert all(one["unchanged"] for one in ranks)
         assert "; with other vocabulary_slices or split_blocks a model begins from its" in ranks[0]["refused"]
