@@ -71,6 +71,7 @@ def test_moved_it_trains_as_the_cpu_still(name: str) -> None:
     on_cpu, emulated = run(ranks, function, *still, backend=CPU), run(ranks, function, *moved, backend=EMULATED)
     assert outcome(emulated) == outcome(on_cpu)
     assert whole(emulated) == whole(on_cpu)
+    assert emulated[0]["partition"] != on_cpu[0]["partition"] or emulated[0]["moved"] > 0
 
 
 @pytest.mark.parametrize("precision", [nightly("fp32"), "bf16 zero1"])

@@ -68,6 +68,7 @@ def train_and_save(run: CaseRun, folder: str, adapters_alone: bool) -> dict[str,
     for step in range(2 * STEPS):
         if step in run.moves:
             engine.rebalance(run.moves[step])
+            assert engine.partition == run.moves[step]
         if step == STEPS and folder:
             frozen = [p for p in engine.module.parameters() if not p.requires_grad]
             assert frozen and not any(

@@ -135,6 +135,7 @@ def train_at(engine: Any, data: Iterator[Any], partitions: list[list[int]]) -> l
     losses = []
     for partition in partitions:
         engine.rebalance(partition)
+        assert engine.partition == partition
         losses.append(engine.train_batch(data).item())
     return losses
 
