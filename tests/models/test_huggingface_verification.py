@@ -14,10 +14,12 @@ from ds_dynmo.models import huggingface
 from ds_dynmo.models.huggingface import adapter, tiny, verification
 from ds_dynmo.models.huggingface.outline import outline_of
 from ds_dynmo.models.huggingface.stubbed_model import StubbedModel
-from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model
-from tests.support.huggingface_families import tiny_values
+from ds_dynmo.models.huggingface.trial import BuiltLayers, random_model, trial_batches
+from tests.support.huggingface_families import MASK, logits_of, tiny_values
 
 transformers = pytest.importorskip("transformers")
+
+NO_DROPOUT = {f"{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
 
 
 def verify(values: dict[str, Any], **changes: Any) -> None:
@@ -246,3 +248,21 @@ def test_buffers_have_the_dtypes_of_the_librarys_bf16_model(monkeypatch: pytest.
     assert dtypes("deepseek_v3")["e_score_correction_bias"] == torch.float32
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.__init__", with_buffers)
     assert dtypes("llama") == {"exact": torch.float32, "rounded": torch.bfloat16}
+
+
+def test_padded_and_packed_batches_give_the_librarys_logits() -> None:
+    """To the bit, by either attention."""
+    for kind, changes in (("gpt2", NO_DROPOUT), ("qwen3", {}), ("mixtral", {})):
+        for implementation in ("sdpa", "eager"):
+            model = random_model(tiny_values(kind, **changes), implementation)
+            for inputs in (("attention_mask",), ("position_ids",), MASK):
+                case = (kind, implementation, inputs)
+                settings = {"inputs": inputs, "attn_implementation": implementation, "verified": False}
+                built = BuiltLayers(huggingface.layers(model, **settings)).train()
+                for tokens, beside in trial_batches(model.config.vocab_size, inputs):
+                    expected, found = model(tokens, use_cache=False, **beside), built((tokens, *beside.values()))
+                    counts = beside.get("attention_mask", torch.ones_like(tokens)).bool()
+                    assert torch.equal(logits_of(found)[counts], expected.logits[counts]), case
+                    if isinstance(found, tuple):
+                        wanted = model.config.router_aux_loss_coef * expected.aux_loss
+                        assert found[1].item() == pytest.approx(wanted.item(), rel=1e-6), case
