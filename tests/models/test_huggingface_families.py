@@ -97,7 +97,7 @@ FAMILIES = {
     "starcoder2": Family("norms of other names, tied", TIED),
 }
 OFTEN = ("gemma2", "gpt2", "mixtral")  # they differ most
-ALSO_OFTEN = {("slices", "granite")}  # which computes between embedding and layers
+ALSO_OFTEN = {("slices", "granite"), ("slices", "phi")}  # computes between embedding and layers; head with a bias
 DTYPES = (torch.float32, torch.bfloat16)  # the families that are tried often in the second
 
 
@@ -152,7 +152,7 @@ def compare_slices(name: str, count: int, tied: bool, dtype: torch.dtype) -> Non
     expected.backward()
     tolerance = 1e-6 if dtype == torch.float32 else 2**-6
     of_gradients = 2 * tolerance  # those of hidden states are sums of as many parts as slices, each of them rounded
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(loss, expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0.0)
     paths, largest = outline_of(model, name).paths, max(one.grad.abs().max() for one in model.parameters())
     for part, weights in layers.parts().items():
         number, _, own = part.partition(".")
