@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import emulate
 from benchmarks.arms import chosen
-from benchmarks.emulated import Batch, until_settled, with_costs
+from benchmarks.emulated import Batch, Benchmark, until_settled, with_costs
 from benchmarks.emulation import EmulatedBlock, told_passes
+from benchmarks.machine import Machine
 from ds_dynmo.engine.run.weight_gradients import WeightGradients
 from ds_dynmo.partitioners import PipelineModel
 from ds_dynmo.placement import Placement
 from ds_dynmo.schedules import schedule_for_equal_costs
-from simulation import LOAD_MODELS, Phase
+from simulation import LOAD_MODELS, Phase, Recorded
 from simulation.runs import ARMS
 from simulation.statics import Statics
 
@@ -40,6 +43,24 @@ def test_static_partitions_are_of_whole_layers() -> None:
     known = Statics.known(whole, [1.0] * 3, [3, 3, 3, 5, 5, 5], [0, 1, 3, 6])
     assert known.start("static_profiled") == (0, 2, 3) and known.start("makespan") == (0, 3, 6)
     assert known.start("makespan", "v") == (0, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("command", emulate.COMMANDS)
+def test_every_command_of_emulate_has_sizes_of_its_own(command: str) -> None:
+    arguments = emulate.parse(["--local_rank=1", command, "--micro-batches", "3", "--json", "rows.json"])
+    assert (arguments.what, arguments.micro_batches, arguments.json.name) == (command, 3, "rows.json")
+
+
+def test_an_emulated_block_takes_the_seconds_of_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    block = EmulatedBlock()
+    block.forward_seconds, block.backward_seconds = 0.02, 0.05
+    hidden = block(torch.ones(2, requires_grad=True))
+    assert slept == [0.02]
+    hidden.sum().backward()
+    assert slept == [0.02, 0.05]
+    assert hidden.tolist() == [1.0, 1.0]
 
 
 def test_an_emulated_backward_pass_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +109,12 @@ def test_a_phase_has_settled_when_its_decisions_move_nothing() -> None:
     assert (counts, costs) == ([1], pytest.approx((0.1, 0.2, 0.3)))
 
 
+def test_a_phase_that_is_shorter_than_its_interval_has_a_decision() -> None:
+    counts, costs = until_settled(LOAD_MODELS["pruning"], Phase.of([1], 75), [(0.1, 0.2, 0.3)], 0.05, moved_again=False)
+    assert counts == [75]  # nothing was announced, and it is over before
+    assert costs == pytest.approx((0.15, 0.2, 0.3))
+
+
 def test_costs_of_a_phase_are_those_of_its_first_iterations() -> None:
     passes, placement = told_passes(Phase.of([1, 1]), 1.0), Placement.v([0, 1, 2])
     batch = Batch(5.0, (0.0, 0.0, 0.0), placement, schedule_for_equal_costs(1, 2, shape="v"))
@@ -112,3 +139,27 @@ def test_told_passes_are_what_a_block_sleeps(share: float, monkeypatch: pytest.M
     assert slept == pytest.approx([passes.forward_seconds[1], passes.input_gradient_seconds[1]])
     assert passes.frozen_layers == 0
     assert told_passes(Phase(1, (1.0,), (0.0,), (0.0,)), 1.0).frozen_layers == 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_oracle_knows_recorded_loads_before_they_come(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, now = Phase.of([1, 0]), Phase.of([0, 1])
+    benchmark, went = object.__new__(Benchmark), list[Phase]()
+    benchmark.load_model = Recorded("recorded") if recorded else LOAD_MODELS["moe"]
+    stage = SimpleNamespace(placement=None, schedule=SimpleNamespace(running=None))
+    arm = SimpleNamespace(
+        name="oracle", dynamic=False, engine=SimpleNamespace(stage=stage), new_costs=lambda: (0.0, 0.0, 0.0)
+    )
+    for name in ("load", "timed_batch", "passes"):
+        monkeypatch.setattr(Benchmark, name, lambda *given: 1.0)
+    monkeypatch.setattr(Benchmark, "go_to_best", lambda self, arm, phase: went.append(phase))
+    benchmark.one_iteration(arm, now, before, 0.0)
+    assert went == [now if recorded else before]
+
+
+def test_stolen_seconds_are_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stolen = iter([10.0, 14.0]), iter([100.0, 106.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("benchmarks.machine._stolen_seconds", lambda: next(stolen))
+    assert Machine().stolen() == 6 / (4 * 3)

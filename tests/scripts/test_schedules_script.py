@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import chunk_costs, layer_seconds
-from benchmarks.schedules import ARMS, arms_for
+from benchmarks.schedules import ARMS, WAITING, arms_for
 from benchmarks.traced_passes import traced_batches
 from ds_dynmo.placement import owners_of
 from ds_dynmo.schedules import Action, Kind
@@ -17,6 +17,20 @@ def test_dualpipev_runs_where_it_can() -> None:
     assert arms_for(None, "real", stages=8, layers=32, micro_batches=16, in_a_row=2) == list(ARMS)
     assert "dualpipev" not in arms_for(None, "real", stages=8, layers=32, micro_batches=12)
     assert arms_for(["zero_bubble"], "sleep", stages=8, layers=32, micro_batches=12) == ["stock", "zero_bubble"]
+
+
+def test_two_chunks_need_two_layers_per_stage() -> None:
+    assert {"v", "loop"} <= {*arms_for(None, "sleep", stages=2, layers=4, micro_batches=1)}
+    assert {"v", "loop"}.isdisjoint(arms_for(None, "sleep", stages=2, layers=3, micro_batches=1))
+
+
+def test_waiting_for_the_loss_is_measured_where_another_batch_follows() -> None:
+    assert {*ARMS} - {*arms_for(None, "real", stages=8, layers=32, micro_batches=16)} == {WAITING}
+
+
+def test_an_order_is_decided_where_layers_compute() -> None:
+    assert "auto" not in arms_for(None, "sleep", stages=2, layers=4, micro_batches=4)
+    assert arms_for(["auto"], "real", stages=2, layers=4, micro_batches=4) == ["stock", "auto"]
 
 
 def test_a_backward_pass_takes_two_forward_passes() -> None:

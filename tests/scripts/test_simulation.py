@@ -13,7 +13,7 @@ import simulate_runs
 from ds_dynmo.placement import Placement, Shape, owners_of
 from ds_dynmo.schedules import PassBytes, PassCosts, best_schedule, one_f_one_b_limit
 from ds_dynmo.schedules import replay as replay_order
-from simulation import LOAD_MODELS, Phase, Recorded
+from simulation import LOAD_MODELS, LoadModel, Phase, Recorded
 from simulation.runs import (
     DYNAMIC,
     FORMS,
@@ -30,8 +30,10 @@ from simulation.runs import (
     iteration,
     known_statics,
     move_seconds,
+    pipeline_of,
     replay,
     timed_iteration,
+    worth_it,
 )
 from simulation.statics import PARAMETERS, label
 from simulation.zero_bubble import Orders, iterations_seconds
@@ -130,6 +132,16 @@ def test_a_move_must_gain_three_percent() -> None:
         assert replay(run, "partition_time", setting(announced=True)).moves == moves
 
 
+def test_a_shorter_iteration_pays_even_if_the_bottleneck_stays() -> None:
+    even, few = steps(Phase.of((1,) * 6, 1000))[0], setting(layers=6, stages=3, micro_batches=2)
+    late, middle = (
+        chain(0, 1, 2, 6),
+        chain(0, 1, 5, 6),
+    )  # four layers on one stage either way, 30 s or 27 s an iteration
+    assert [iteration(even, placement, few)[1] for placement in (late, middle)] == [30, 27]
+    assert all(worth_it(even, pipeline_of(even, few), late, middle, arm, few) for arm in DYNAMIC)
+
+
 def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
     dense, four = dense_costs(LOAD_MODELS["moe"], setting())[0], setting(stages=4)
     full, schedule, *_, ours = timed_iteration(dense, chain(0, 2, 4, 6, 8), four, Orders())
@@ -138,6 +150,25 @@ def test_zero_bubble_is_between_the_busiest_stage_and_1f1b() -> None:
     with_links = replace(four, message_bytes=1, link_bytes_per_second=4.0)
     assert zero_bubble(dense, chain(0, 2, 4, 6, 8), with_links) > ours
     assert full < zero_bubble(dense, Placement.v(range(9)), four) < ours
+
+
+def test_beside_a_stage_without_work_there_is_no_bubble_to_fill() -> None:
+    step = steps(HALF_FROZEN)[0]
+    assert zero_bubble(step, chain(0, 4, 8), setting()) == 96
+    balanced = timed_iteration(step, chain(0, 6, 8), setting(), Orders())
+    assert 48 < balanced[-1] < balanced[1]
+    static = replay([step], STATIC, setting())
+    assert (static.zero_bubble_seconds, static.zero_bubble_ratio) == (96, 0.5)
+
+
+def test_replicas_run_one_order_and_the_slowest_counts() -> None:
+    light, heavy = Phase.of([1] * 8), Phase.of([1] * 4 + [2] * 4)
+    even = chain(0, 4, 8)
+    alone = zero_bubble(steps(heavy)[0], even, setting())
+    assert zero_bubble(PhaseCosts.of([light, heavy, light], 1.0), even, setting(replicas=3)) == alone
+    crossed = PhaseCosts.of([heavy, Phase.of([2] * 4 + [1] * 4)], 1.0)
+    slowest_layers = zero_bubble(steps(Phase.of([2] * 8))[0], even, setting())
+    assert alone <= zero_bubble(crossed, even, setting(replicas=2)) < slowest_layers
 
 
 @pytest.mark.parametrize("shape", ["chain", "v"])
@@ -154,6 +185,24 @@ def test_replicas_are_simulated_as_one_by_one(shape: Shape, frozen: int) -> None
     order = best_schedule(one_by_one[0], 6, sizes, one_f_one_b_limit(sizes, 6, owners=owners)).schedule
     together = iterations_seconds(order, one_by_one[0], list(seconds))
     assert together.tolist() == pytest.approx([replay_order(order, costs).iteration_seconds for costs in one_by_one])
+
+
+def test_an_order_is_kept_until_it_has_become_worse() -> None:
+    orders, four = Orders(), setting(stages=4)
+    dense, alike, other = steps(Phase.of([1] * 8), Phase.of([1.001] * 8), Phase.of([1, 3] * 4))
+    latest = []
+    for step in (dense, alike, other):
+        timed_iteration(step, Placement.v(range(9)), four, orders)
+        latest.append(orders.known_by(pipeline_of(step, four, orders).passes).in_force)  # type: ignore[arg-type]
+    assert latest[0] is latest[1] is not latest[2]
+
+
+def test_the_bubble_is_the_share_of_an_iteration_without_work() -> None:
+    run = steps(Phase.of([1] * 4 + [2] * 4, 1000))
+    static = replay(run, STATIC, setting())
+    _, schedule, work, *_ = iteration(run[0], chain(0, 4, 8), setting())
+    assert static.one_f_one_b_seconds == schedule > static.busiest_stage_seconds
+    assert static.one_f_one_b_ratio == pytest.approx(1 - work / schedule)
 
 
 def test_the_machine_is_the_papers_unless_told_otherwise() -> None:
@@ -193,6 +242,17 @@ def test_static_partitions_come_from_the_first_phase() -> None:
     assert even.best == STATIC and even.alike == {"static_parameters": STATIC, "static_profiled": STATIC}
 
 
+def test_a_static_partition_that_fits_leaves_moves_no_gain() -> None:
+    class Lopsided(LoadModel):
+        def phases(self, num_layers: int, count: int, *, seed: int = 0, replica: int = 0) -> list[Phase]:
+            return [Phase.of([1] * 6 + [4] * 2, 1000)]
+
+    outcomes = compare(Lopsided("lopsided", 100), setting(), [*STATICS, *DYNAMIC], count=1, seeds=1)
+    assert outcomes[STATIC].busiest_stage_seconds > outcomes["static_profiled"].busiest_stage_seconds
+    assert outcomes["partition_time"].busiest_stage_seconds == outcomes["static_profiled"].busiest_stage_seconds
+    assert outcomes["partition_time"].moves == 0
+
+
 def test_two_chunks_per_stage_need_two_layers() -> None:
     case, few = LOAD_MODELS["freezing"], setting(layers=7, stages=4)
     outcomes = compare(case, few, [*STATICS, "makespan", "dense", *FORMS], count=2, seeds=1)
@@ -200,6 +260,25 @@ def test_two_chunks_per_stage_need_two_layers() -> None:
     figures = figures_of(V_HALVES, outcomes)
     assert figures["speedup_over_1f1b"] is figures["bubble_ratio_1f1b"] is None
     assert 1 < float(figures["speedup_over_default"] or 0) < float(figures["speedup_of_bound_over_default"] or 0)
+
+
+@pytest.mark.parametrize("message_bytes", [0, 1])
+def test_layers_of_a_v_move(message_bytes: int) -> None:
+    run, linked = (
+        steps(Phase.of([1] * 8, 1000), Phase.of([4, 1, 1, 1, 1, 1, 1, 4], 1000)),
+        setting(message_bytes=message_bytes, link_bytes_per_second=0.125),
+    )
+    moved = replay(run, "makespan", linked, Placement.v([0, 2, 4, 6, 8]))
+    assert moved.moves == 1
+    assert moved.busiest_stage_seconds == pytest.approx((1000 * 96 + 100 * 240 + 900 * 192) / 2000)
+
+
+def test_halves_of_blocks_have_their_loads() -> None:
+    whole = PhaseCosts.of([Phase.of([1, 2]), Phase.of([3, 1])], 3.0)
+    halves = whole.in_halves()
+    assert halves.forward.tolist() == [pytest.approx(row) for row in ([1, 2, 2, 4], [3, 6, 1, 2])]
+    assert halves.backward.tolist() == [pytest.approx(row) for row in ([2, 4, 4, 8], [6, 12, 2, 4])]
+    assert halves.trainable == pytest.approx((1 / 3, 2 / 3) * 2)
 
 
 def test_the_table_shows_every_balancer_beside_the_paper(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
