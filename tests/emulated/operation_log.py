@@ -19,6 +19,7 @@ _SKIPPED = (  # in the stack of who posted an operation
     "/torch/",
     "/multiprocessing/",
     "/tests/support/harness.py",
+    "/tests/support/ranks.py",
     "/tests/emulated/backend.py",
     "/tests/emulated/communicator.py",
     "/tests/emulated/operation_log.py",

@@ -336,6 +336,7 @@ def test_a_circle_fails_the_test_with_both_places() -> None:
     text = str(raised.value)
     assert all(f"rank {rank}: send 4 bytes to member {1 - rank}" in text for rank in (0, 1))
     assert text.count(f"{HERE}:") >= 2 and "in send_first" in text
+    assert "tests/support/" not in text  # what starts a rank is no place
 
 
 def send_more() -> None:
