@@ -131,22 +131,22 @@ def test_a_rebalance_without_a_profile_decides_once(tmp_path: Path) -> None:
 
 
 def move_after_a_profile() -> list[Any]:
-    """Move layers by hand while a profile is on its way; return the profile after each batch, and outcomes."""
+    """Move layers by hand while a profile is on its way. Return the profile after each batch, outcomes, warnings."""
     block = {"interval": 2, "migration": "background", "profile": {"batches": 1, "warmup_batches": 1}}
     engine, data = unsteady_engine(block, [(0.001, 0.002)] * 5 + [(0.005, 0.01)], [1.0] * 2, 0.0)
-    found = []
+    found, warnings = [], Warnings()
     for step in range(1, 6):
         engine.train_batch(data)
         if step == 2:
             engine.rebalance([0, 1, 6])
         found.append(engine.profile and (engine.profile.step, engine.profile.partition))
-    return [*found, [measured.step for measured in engine.measurements]]
+    return [*found, [measured.step for measured in engine.measurements], warnings.messages]
 
 
 def test_a_profile_of_where_layers_were_is_dropped() -> None:
     """That of batch 2 would be read after batch 3."""
     for rank, found in enumerate(run(2, move_after_a_profile)):
-        assert found == [None, None, None, None, (4, (0, 1, 6)), [] if rank else [4]]
+        assert found == [None, None, None, None, (4, (0, 1, 6)), [] if rank else [4], []]
 
 
 def skip_a_layer(block: dict[str, Any], skipped: int, steps: int) -> dict[str, Any]:
