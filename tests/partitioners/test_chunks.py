@@ -83,6 +83,7 @@ def test_orders_are_no_shorter_than_bounds_and_stay_within_limits(shape: Shape, 
             assert bound <= found.iteration_seconds * (1 + 1e-9)
             if not interval:
                 assert bound == pytest.approx(lower_bound(costs, 6, sizes, passes.limits(placement)))
+                assert bound == pytest.approx(found.lower_bound_seconds)
             assert replay(found.schedule, costs).iteration_seconds == pytest.approx(found.iteration_seconds)
             assert found.peak_bytes == peak_bytes(found.schedule, sizes)
             assert all(peak <= limit for peak, limit in zip(found.peak_bytes, passes.limits(placement)))
