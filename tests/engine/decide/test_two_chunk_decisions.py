@@ -177,9 +177,9 @@ def test_decisions_change_nothing_keep_a_memory_limit_and_say_that_one_is_out_of
     for given, results in zip((*calls, plainly), moved, strict=True):
         assert [r["losses"] for r in results] == [r["losses"][given.loads :] for r in still]
         assert whole(results) == whole(still)
-    for (kind, _), ranks in zip(every, moved):
+    for (kind, balancer), ranks in zip(every, moved):
         first = ranks[0]
-        assert first["moves"] >= 1
+        assert first["moves"] >= 1, (KINDS[kind], BALANCERS[balancer])
         assert len({*first["shapes"]}) == 1  # at these intervals the first decision alone weighs others
         assert KINDS[kind] == "auto" or {*first["shapes"]} == {KINDS[kind]}
         held = first["held"]  # until the next decision an order from before the limit runs
