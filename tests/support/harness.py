@@ -89,10 +89,12 @@ class World:
 
     def _stacks(self, ranks: list[int], seconds: float) -> str:
         """Say which ranks are not done, and where all of them stand."""
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, STACKS)
-        wait([process.sentinel for process in self.processes], timeout=1.0)  # they write at once, and do not end
+        asked = [process for process in self.processes if process.is_alive()]
+        for process in asked:
+            os.kill(process.pid, STACKS)
+        until = time.monotonic() + 1.0
+        for process in asked:  # they write at once, and do not end; but one that had not begun does
+            process.join(max(0.0, until - time.monotonic()))
         stacks = []
         for place in self.places:
             log = Path(place.log)
