@@ -21,13 +21,16 @@ ALWAYS = "tests/source"
 
 def changed_files(root: Path, since: str | None) -> list[str]:
     """Return what differs from a commit, or from where the branch left main, with files that git does not know."""
-    base = since or _git(root, "merge-base", "HEAD", "main").strip() or "HEAD"
+    base = since or _git(root, "merge-base", "HEAD", "main", check=False).strip() or "HEAD"
     differing = _git(root, "diff", "--name-only", base).splitlines()
     return sorted({*differing, *_git(root, "ls-files", "--others", "--exclude-standard").splitlines()})
 
 
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout
+def _git(root: Path, *arguments: str, check: bool = True) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    if check and done.returncode:
+        sys.exit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def imports_of(path: Path, modules: Mapping[str, str]) -> set[str]:
@@ -85,7 +88,7 @@ def concerned(changed: Iterable[str], root: Path = ROOT) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the tests, one per line, and say on standard error how many files changed."""
     changed = changed_files(ROOT, arguments[0] if arguments else None)
-    tests = concerned(changed)
+    tests = concerned(changed, ROOT)
     print(f"{len(changed)} files changed; they concern {len(tests)} files or folders of tests", file=sys.stderr)
     print("\n".join(tests))
     return 0
