@@ -17,7 +17,6 @@ MODULES = 40
 PER_MODULE = 6
 LOGGERS = ("logger", "log", "warnings")
 OFF_BY_ONE: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
-SIGNS: dict[type[ast.cmpop], str] = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Breakage:
         place: the qualified name of the function.
         kind: "inverted", "dropped" or "off by one".
         begin, end: offsets of the piece in the file's bytes.
-        first, last: the lines of the statement it is in, from 1.
+        first, last: its lines, from 1.
         old, new: the piece, as text.
         statement: the text of the statement's first line.
     """

@@ -1,4 +1,4 @@
-"""The breakages can be applied to the code as it is; random ones are found again; and what tests run is recorded."""
+"""The breakages can be applied to the code as it is, and random ones are found again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from tests.mutations import MUTATIONS
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.random_lines import breakages
-from tests.mutations.reach import Reach, compare, joined
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +37,9 @@ def test_random_breakages_apply_and_are_of_forty_modules() -> None:
     assert not set(EQUIVALENT) - {each.name for each in found}, "these are not broken any more"
 
 
-SMALL = """
+SMALL = '''
 def largest(values):
+    """Say 3."""
     found = 0
     for value in values:
         if value > found and not found < 0:
@@ -47,46 +47,100 @@ def largest(values):
         log.info("%d", 1)
     values.clear()
     return found if found else 1
+'''
+KEPT = """
+SIZE = 5
+if SIZE:
+    SIZE += 1
+
+
+class Kept:
+    size = 6
+
+    def take(self, value):
+        import os
+
+        assert value >= 7
+        if TYPE_CHECKING:
+            value: int
+        try:
+            self.size, place = value <= self.size, True
+            self.size = max(
+                value, place
+            )
+        except KeyError:
+            del self.size
+        match value:
+            case True:
+                raise ValueError(0.5 < value < 1.5, é := "é" >= "b")
 """
+BROKEN = {  # what is replaced, by what, and what that is called
+    SMALL: [
+        ("= 0", "= 1", "largest: off by one: 0 -> 1 in found = 0"),
+        (
+            "if value > found and not found < 0",
+            "if (not (value > found and not found < 0))",
+            "largest: inverted: value > found and not found < 0",
+        ),
+        ("> found", ">= found", "largest: off by one: value > found -> value >= found in {if}"),
+        ("< 0", "<= 0", "largest: off by one: found < 0 -> found <= 0 in {if}"),
+        ("< 0", "< 1", "largest: off by one: 0 -> 1 in {if}"),
+        ("values.clear()", "pass", "largest: dropped: values.clear()"),
+        ("found if found", "found if (not (found))", "largest: inverted: found"),
+        ("else 1", "else 2", "largest: off by one: 1 -> 2 in return found if found else 1"),
+    ],
+    KEPT: [
+        (
+            "value <= self.size",
+            "value < self.size",
+            "Kept.take: off by one: value <= self.size -> value < self.size "
+            "in self.size, place = value <= self.size, True",
+        ),
+        (
+            "self.size = max(\n                value, place\n            )",
+            "pass",
+            "Kept.take: dropped: self.size = max( value, place )",
+        ),
+        ("del self.size", "pass", "Kept.take: dropped: del self.size"),
+        ('raise ValueError(0.5 < value < 1.5, é := "é" >= "b")', "pass", "Kept.take: dropped: {raise}"),
+        ('"é" >= "b"', '"é" > "b"', 'Kept.take: off by one: "é" >= "b" -> "é" > "b" in {raise}'),
+    ],
+}
+LINES = {
+    "{if}": "if value > found and not found < 0:",
+    "{raise}": 'raise ValueError(0.5 < value < 1.5, é := "é" >= "b")',
+}
 
 
 def test_kinds_of_random_breakages(tmp_path: Path) -> None:
+    """What is logged is not broken, nor are assertions, imports, docstrings, and what is outside of functions."""
     module = tmp_path / "ds_dynmo" / "small.py"
     module.parent.mkdir()
-    module.write_text(SMALL)
-    every = {
-        each.broken(tmp_path)[1]: each.name for seed in range(40) for each in breakages(tmp_path, seed, 1, per_module=9)
-    }
-    expected = {
-        SMALL.replace("found = 0", "found = 1"): "small.py largest: off by one: 0 -> 1 in found = 0",
-        SMALL.replace("if value > found and not found < 0", "if (not (value > found and not found < 0))"): (
-            "small.py largest: inverted: value > found and not found < 0"
-        ),
-        SMALL.replace("values.clear()", "pass"): "small.py largest: dropped: values.clear()",
-        SMALL.replace("return found if found", "return found if (not (found))"): "small.py largest: inverted: found",
-        SMALL.replace("else 1", "else 2"): "small.py largest: off by one: 1 -> 2 in return found if found else 1",
-    }
-    assert expected.items() <= every.items()
-    assert not any("info" not in text for text in every), "what is logged is not broken"
-    first = [each.name for each in breakages(tmp_path)]
-    module.write_text("import os\n" + SMALL)
-    assert [each.name for each in breakages(tmp_path)] == first
+    for text, broken in BROKEN.items():
+        module.write_text(text)
+        seeds = (breakages(tmp_path, seed, per_module=30) for seed in range(60))
+        every = {each.name: each for found in seeds for each in found}
+        expected = {}
+        for old, new, name in broken:
+            for short, line in LINES.items():
+                name = name.replace(short, line)
+            expected[f"small.py {name}"] = text.replace(old, new)
+        assert {name: each.broken(tmp_path)[1] for name, each in every.items()} == expected
+        for each in every.values():
+            assert each.old in "\n".join(text.splitlines()[each.first - 1 : each.last]), each.name
 
 
-def test_what_sets_up_a_fixture_counts_for_every_test_of_its_file() -> None:
-    records = [
-        {"test": "a.py::one[x (y)] (setup)", "lines": {"m.py": [1]}},
-        {"test": "a.py::two (call)", "lines": {"m.py": [2]}},
-    ]
-    found = joined(Reach(seconds={"a.py::one[x (y)]": 1.0, "a.py::two": 2.0, "b.py::three": 3.0}), records)
-    assert found.of("m.py", 1, 1) == ["a.py::one[x (y)]", "a.py::two"] and found.of("m.py", 2, 2) == ["a.py::two"]
-
-
-def test_a_record_names_the_tests_that_run_a_line_and_lines_that_none_runs_any_more(tmp_path: Path) -> None:
-    file = "ds_dynmo/placement.py"
-    before = Reach({file: {1: {0, 1}, 2: {1}, 3: {2}}}, ["slow", "quick", "other"], {"slow": 2.0, "quick": 1.0})
-    before.save(tmp_path / "record.json")
-    assert Reach.load(tmp_path / "record.json") == before
-    assert before.of(file, 1, 2) == ["quick", "slow"] and before.of("ds_dynmo/errors.py", 1, 2) == []
-    (lost,) = compare(before, Reach({file: {1: {0}, 2: {0}}}, ["slow"], {}))
-    assert lost.startswith(f"{file}:3:")
+def test_a_change_elsewhere_chooses_no_other_lines(tmp_path: Path) -> None:
+    """Some of each of the largest modules, on different lines."""
+    small, large, tiny = (tmp_path / "ds_dynmo" / name for name in ("small.py", "inner/large.py", "tiny.py"))
+    large.parent.mkdir(parents=True)
+    small.write_text(SMALL), large.write_text(SMALL + KEPT), tiny.write_text("def one():\n    return 1\n")
+    first = breakages(tmp_path, modules=2, per_module=3)
+    assert [each.file for each in first] == ["ds_dynmo/inner/large.py"] * 3 + ["ds_dynmo/small.py"] * 3
+    for each, other in zip(first, first[1:]):
+        assert each.file != other.file or each.last < other.first
+    assert len({tuple(each.name for each in breakages(tmp_path, seed, 1, 3)) for seed in range(9)}) > 1
+    large.write_text("import os\n" + SMALL + KEPT + "x = 1\n")
+    again = breakages(tmp_path, modules=2, per_module=3)
+    assert [each.name for each in again] == [each.name for each in first]
+    assert [each.first for each in again[:3]] == [each.first + 1 for each in first[:3]]
