@@ -31,6 +31,7 @@ import pytest
 import torch._dynamo  # noqa: F401
 
 from tests.mutations import TOPICS, reach
+from tests.mutations.choice import chosen_tests
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.mutation import Mutation
 from tests.mutations.random_lines import Breakage, breakages
@@ -127,35 +128,6 @@ class Outcome:
     seconds: float
 
 
-def tests_for(
-    breakage: Mutation | Breakage, file: str, first: int, last: int, known: Reach, budget: float
-) -> list[str]:
-    """Return the quick tests to try: those that are named, those of the same folder, others, each by their seconds.
-
-    Args:
-        budget: recorded seconds of the tests, at most.
-    """
-    reached = known.of(file, first, last)
-    package = str(Path(file).parent).replace("ds_dynmo", "tests", 1)
-    named: list[str] = []
-    if isinstance(breakage, Mutation):
-        named = [test for test in known.tests if any(_is_of(test, name) for name in breakage.names)]
-    near = [test for test in reached if test.startswith(f"{package}/")]
-    ordered = dict.fromkeys([*named, *near, *reached])
-    chosen: list[str] = []
-    seconds = 0.0
-    for test in ordered:
-        seconds += known.seconds.get(test, 0.0)
-        if chosen and seconds > budget and test not in named:
-            break
-        chosen.append(test)
-    return chosen
-
-
-def _is_of(test: str, name: str) -> bool:
-    return test == name or test.startswith((f"{name}::", f"{name}["))
-
-
 def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach, budget: float) -> Outcome:
     """Apply a breakage to the copy in ``folder``, run tests, and undo it."""
     started = time.monotonic()
@@ -172,7 +144,7 @@ def run(topic: str, breakage: Mutation | Breakage, folder: Path, known: Reach, b
         return outcome("DOES NOT APPLY", str(error))
     accelerator = breakage.accelerator if isinstance(breakage, Mutation) else "cpu"
     if accelerator == "cpu":
-        tests = tests_for(breakage, str(path.relative_to(folder)), first, last, known, budget)
+        tests = chosen_tests(breakage, str(path.relative_to(folder)), first, last, known, budget)
     else:
         tests = breakage.names
     if not tests:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.mutations import __main__ as command
 from tests.mutations.__main__ import Outcome, run, table
+from tests.mutations.choice import chosen_tests
 from tests.mutations.equivalent import EQUIVALENT
 from tests.mutations.mutation import Mutation
 from tests.mutations.random_lines import Breakage
@@ -89,12 +90,12 @@ PIECE = Breakage(FILE, "largest", "dropped", 25, 43, 2, 2, "return max(values)",
 
 def test_those_that_are_named_are_asked_first_then_those_near_by_each_by_their_seconds() -> None:
     """In as many seconds as there are for a breakage; those that are named in any case, and one."""
-    assert command.tests_for(PIECE, FILE, 1, 2, KNOWN) == [QUICK, SLOW, FAR]
-    assert command.tests_for(PIECE, FILE, 3, 3, KNOWN) == [LONG]
-    assert command.tests_for(PIECE, FILE, 9, 9, KNOWN) == []
-    assert command.tests_for(MUTATION, FILE, 9, 9, KNOWN) == NAMED
+    assert chosen_tests(PIECE, FILE, 1, 2, KNOWN, 100.0) == [QUICK, SLOW, FAR]
+    assert chosen_tests(PIECE, FILE, 3, 3, KNOWN, 100.0) == [LONG]
+    assert chosen_tests(PIECE, FILE, 9, 9, KNOWN, 100.0) == []
+    assert chosen_tests(MUTATION, FILE, 9, 9, KNOWN, 100.0) == NAMED
     known = Reach(KNOWN.lines, KNOWN.tests, {**KNOWN.seconds, NAMED[0]: 1.0, NAMED[1]: 1.0})
-    assert command.tests_for(MUTATION, FILE, 1, 2, known) == [*NAMED, QUICK, SLOW, FAR]
+    assert chosen_tests(MUTATION, FILE, 1, 2, known, 100.0) == [*NAMED, QUICK, SLOW, FAR]
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_a_breakage_is_caught_if_a_test_fails_or_none_ends(
 
     monkeypatch.setattr(command, "pytest_in", pytest_in)
     device = Mutation("of a device", "small.largest", "max", "min", "tests/a.py::b", accelerator="emulated")
-    outcomes = [run("topic", each, checkout, KNOWN) for each in (MUTATION, PIECE, device)]
+    outcomes = [run("topic", each, checkout, KNOWN, 100.0) for each in (MUTATION, PIECE, device)]
     assert [outcome.kind for outcome in outcomes] == [kind] * 3
     assert all(("what pytest says" in outcome.line) == (status is not None) for outcome in outcomes)
     broken = LARGEST.replace("max", "min").rstrip("\n")
@@ -131,12 +132,12 @@ def test_a_breakage_is_caught_if_a_test_fails_or_none_ends(
 
 def test_what_is_not_tried_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "pytest_in", pytest.fail)
-    unknown = run("topic", MUTATION, checkout, Reach())
+    unknown = run("topic", MUTATION, checkout, Reach(), 100.0)
     assert (unknown.kind, unknown.line) == ("MISSED", "no quick test runs it")
-    gone = run("topic", Mutation("gone", "small.largest", "maximum", "min", "tests/a.py"), checkout, KNOWN)
+    gone = run("topic", Mutation("gone", "small.largest", "maximum", "min", "tests/a.py"), checkout, KNOWN, 100.0)
     assert gone.kind == "DOES NOT APPLY" and "maximum occurs 0 times" in gone.line
     monkeypatch.setitem(EQUIVALENT, PIECE.name, "nobody sees it")
-    same = run("random", PIECE, checkout, KNOWN)
+    same = run("random", PIECE, checkout, KNOWN, 100.0)
     assert (same.kind, same.line) == ("equivalent", "nobody sees it")
 
 
@@ -161,7 +162,9 @@ def test_every_promise_is_to_be_caught_and_most_of_the_random_lines(
     kinds = [*(("moves", kind) for kind in promises), *(("random", kind) for kind in of_lines)]
     outcomes = [Outcome(topic, f"{topic} {at}", kind, "line", 2.0) for at, (topic, kind) in enumerate(kinds)]
     monkeypatch.setattr(command, "breakages", lambda root: [])
-    monkeypatch.setattr(command, "outcomes_of", lambda chosen, known, jobs: iter(outcomes[: len(chosen) * 100]))
+    monkeypatch.setattr(
+        command, "outcomes_of", lambda chosen, *_: iter(outcomes[: len(chosen) * 100])
+    )
     KNOWN.save(tmp_path / "record.json")
     words = ["moves"] if outcomes else ["no breakage has this name"]
     assert command.main(["--reach", str(tmp_path / "record.json"), *words]) == code

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.mutations import MUTATIONS
-from tests.mutations.equivalent import EQUIVALENT
-from tests.mutations.random_lines import breakages
+from tests.mutations.choice import chosen_tests
+from tests.mutations.equivalent import CAUGHT_BY, EQUIVALENT
+from tests.mutations.random_lines import Breakage, breakages
+from tests.mutations.reach import Reach
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,9 +22,13 @@ def test_mutations_apply() -> None:
         assert mutation.anchor != mutation.new
         path, broken = mutation.broken(ROOT)
         compile(broken, path, "exec")
-        assert mutation.names, mutation.name
-        for file, _, function in (name.partition("::") for name in mutation.names):
-            assert f"def {function.partition('[')[0]}" in (ROOT / file).read_text(), mutation.name
+        _check_that_they_exist(mutation.names, mutation.name)
+
+
+def _check_that_they_exist(tests: Sequence[str], name: str) -> None:
+    assert tests, name
+    for file, _, function in (test.partition("::") for test in tests):
+        assert f"def {function.partition('[')[0]}" in (ROOT / file).read_text(), name
 
 
 def test_names_of_mutations_differ() -> None:
@@ -34,7 +44,10 @@ def test_random_breakages_apply_and_are_of_forty_modules() -> None:
         path, broken = each.broken(ROOT)
         assert broken != path.read_text()
         compile(broken, path, "exec")
-    assert not set(EQUIVALENT) - {each.name for each in found}, "these are not broken any more"
+    assert not {*EQUIVALENT, *CAUGHT_BY} - {each.name for each in found}, "these are not broken any more"
+    assert not set(EQUIVALENT) & set(CAUGHT_BY)
+    for name, tests in CAUGHT_BY.items():
+        _check_that_they_exist(shlex.split(tests), name)
 
 
 SMALL = '''
@@ -144,3 +157,18 @@ def test_a_change_elsewhere_chooses_no_other_lines(tmp_path: Path) -> None:
     again = breakages(tmp_path, modules=2, per_module=3)
     assert [each.name for each in again] == [each.name for each in first]
     assert [each.first for each in again[:3]] == [each.first + 1 for each in first[:3]]
+
+
+def test_tests_that_catch_a_random_breakage_are_tried_before_quicker_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "ds_dynmo/small.py"
+    breakage = Breakage(file, "largest", "dropped", 0, 0, 7, 7, "values.clear()", "pass", "values.clear()")
+    seconds = {"tests/a.py::one": 1.0, "tests/a.py::two[x y]": 90.0, "tests/b.py::three": 95.0, "tests/c.py::four": 2.0}
+    known = Reach({file: {7: {0, 1, 2}}}, list(seconds), seconds)
+    assert chosen_tests(breakage, file, 7, 7, known, budget=95.0) == ["tests/a.py::one", "tests/a.py::two[x y]"]
+    monkeypatch.setitem(CAUGHT_BY, breakage.name, "tests/b.py 'tests/a.py::two[x y]'")
+    assert sorted(chosen_tests(breakage, file, 7, 7, known, budget=95.0)) == [
+        "tests/a.py::two[x y]",
+        "tests/b.py::three",
+    ]
+    monkeypatch.setitem(CAUGHT_BY, breakage.name, "tests/c.py::four")
+    assert chosen_tests(breakage, file, 7, 7, known, budget=4.0) == ["tests/c.py::four", "tests/a.py::one"]
