@@ -195,3 +195,10 @@ def test_a_search_of_bounded_work_still_finds_a_partition(monkeypatch: pytest.Mo
                 found = balanced(costs, stages, owners=owners)
             assert Placement.of(found, owners).num_layers == len(costs)
             assert max(stage_loads(costs, found, owners)) <= 2 * best + 1e-12
+        for seed in range(6, 10):
+            rng, owners = random.Random(seed), owners_of(shape, 5)
+            costs = [rng.uniform(0.5, 1.5) for _ in range(40)]
+            best = max(stage_loads(costs, balanced(costs, 5, owners=owners), owners))
+            with monkeypatch.context() as patched:
+                patched.setattr(pairs, "_STEPS", 20)
+                assert max(stage_loads(costs, balanced(costs, 5, owners=owners), owners)) < 1.03 * best
