@@ -65,10 +65,12 @@ def sorted_loads(costs: list[float], partition: tuple[int, ...]) -> list[float]:
 
 def check_nodes(costs: list[float], start: list[int], landed: list[int], memory: Any, speeds: Any) -> float:
     """Check that nodes that only exchange messages end at the same partition. Return the bottleneck that they know."""
-    nodes = nodes_of(costs, start, memory, speeds)
+    nodes, rounds = nodes_of(costs, start, memory, speeds), 0
     while not nodes[0].done:
         run_round(nodes)
+        rounds += 1
         assert len({node.done for node in nodes}) == 1  # all, or none
+    assert {node.rounds for node in nodes} == {rounds}
     assert [*(node.extent[0] for node in nodes), nodes[-1].extent[1]] == landed
     for node in nodes:
         assert node.fits and node.end_bottleneck == nodes[0].end_bottleneck
