@@ -193,6 +193,8 @@ def test_stop_step_may_equal_start_step_but_not_come_before() -> None:
     assert read(start_step=5, stop_step=5).stop_step == 5
     with pytest.raises(ConfigError, match=r"^dynmo\.stop_step = 4: should be at least start_step, 5$"):
         read(start_step=5, stop_step=4)
+    with pytest.raises(ConfigError, match=r"^dynmo\.start_step = -1: [^\n]+$"):  # and no word of stop_step
+        read(start_step=-1, stop_step=0)
 
 
 @pytest.mark.parametrize("balancer", ["partition", "diffusion", "makespan"])
