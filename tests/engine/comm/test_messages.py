@@ -352,6 +352,12 @@ def test_a_group_is_posted_at_once_where_both_messages_are_known() -> None:
         assert [(stage.send(), stage.receive()) for _ in range(3)] == [("ssrr", "")] * 3
 
 
+def test_a_message_does_not_wait_for_the_other_of_its_group_where_they_travel_apart() -> None:
+    stage = Noted()
+    with stage.batch(*[(SEND, RECEIVE)] * 2, dynamic=True):
+        assert [(stage.send(), stage.receive()) for _ in range(2)] == [("sss", "r rr")] * 2
+
+
 def test_training_and_evaluation_have_forms_of_their_own() -> None:
     stage = Noted()
     with stage.batch((RECEIVE,)):
