@@ -169,6 +169,19 @@ def test_a_module_in_the_programs_globals_is_named_with_its_buffers() -> None:
     assert [(id_, str(reference.name)) for id_, reference in found.items()] == [(id(ANGLES), f"{__name__}.ANGLES")]
 
 
+def test_the_pipeline_and_the_engine_are_those_of_the_rank_where_a_layer_arrives() -> None:
+    ranks: list[Any] = [(Pipeline([LayerSpec(Layer)]), Thing()) for _ in range(2)]
+    here, there = ranks
+    layer = Layer(held=[*here])
+    leaves, arrives = (
+        References(pipeline, lambda: {0: layer}, lambda value: [value], engine=engine)
+        for pipeline, engine in (here, there)
+    )
+    found = list(leaves.outside(layer, {}).references.values())
+    assert [str(reference.name) for reference in found] == ["the PipelineModule", "the engine"]
+    assert all(arrives.resolve(one, torch.device("cpu")) is held for one, held in zip(found, there, strict=True))
+
+
 class Singleton:
     instance = Thing()
 
