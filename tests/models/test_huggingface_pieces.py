@@ -187,7 +187,7 @@ def test_what_cannot_be_in_slices_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_attention_beside_the_feed_forward_part_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         huggingface.layers(tiny_values("phi"), split_blocks=True)
-    assert "model_type phi: split_blocks: " in str(error.value)
+    assert "model_type phi: split_blocks: PhiDecoderLayer is no attention and then " in str(error.value)
     assert "no cut between its modules, input_layernorm, " in str(error.value)
     assert str(error.value).endswith("makes two layers that compute the same: should be false")
 
@@ -212,6 +212,20 @@ def with_scale(kind: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kind, "__init__", scaled)
 
 
+def with_a_value_handed_on(kind: Any, patch: pytest.MonkeyPatch) -> None:
+    """Hand a value from one half to the other through an argument, which halves on two stages do not share."""
+    compute = kind.forward
+
+    def handing_on(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> torch.Tensor:
+        handed_on = position_embeddings[0]
+        if hasattr(self.self_attn, "q_proj"):
+            handed_on.mean_before = hidden_states.detach().mean()
+        hidden = compute(self, hidden_states, position_embeddings=position_embeddings, **kwargs)
+        return hidden + getattr(handed_on, "mean_before", 0.0) if hasattr(self.mlp, "up_proj") else hidden
+
+    patch.setattr(kind, "forward", handing_on)
+
+
 def with_wrong_cuts(kind: Any, patch: pytest.MonkeyPatch) -> None:
     """Verification finds it, whatever a cut says."""
     wrong = (("input_layernorm", 0), ("self_attn", 2), ("post_attention_layernorm", 0)), (("mlp", 0),)
@@ -219,12 +233,16 @@ def with_wrong_cuts(kind: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verification, "_cut_once", lambda tiny, implementation: (halves,) * 3)
 
 
+DIFFER = r"cannot have split_blocks: the logits of a tiny model differ by \d"
+
+
 @pytest.mark.parametrize(
     ("change", "other", "message"),  # with another config each, as cuts of one are made once
     [
         (with_dropout, {"attention_bias": True}, "LlamaDecoderLayer is no attention and then feed-forward"),
         (with_scale, {"mlp_bias": True}, "LlamaDecoderLayer has a tensor of its own, scale, beside"),
-        (with_wrong_cuts, {}, r"cannot have split_blocks: the logits of a tiny model differ by \d"),
+        (with_a_value_handed_on, {"attention_bias": True, "mlp_bias": True}, DIFFER),
+        (with_wrong_cuts, {}, DIFFER),
     ],
 )
 def test_layers_that_are_no_two_halves_are_refused(
