@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 OURS, THEIRS = 2.0, 4.0  # timeouts in seconds: of our collectives, and of the default group
 SHORT = [("while layers move", 2)]
-LOST = "RankLostError: rank [012] .* has ended( or was stopped)?(, or the link to its host is cut)?\\. There is no"
+LOST = "RankLostError: rank [012],? .* has ended( or was stopped)?(, or the link to its host is cut)?\\. There is no"
 NOT_THERE = "RankLostError: (ranks .* did not come to the new world|rank 0 .* has ended)"
 ENDS = {  # the error of a rank at work, or of one that was released
     "before a rebalance": LOST,
