@@ -385,6 +385,34 @@ def test_ctrl_c_without_save_says_what_is_saved(
     assert capsys.readouterr().out == f"stopped by SIGINT. Nothing of this run is saved: start it again; {saves}\n"
 
 
+@pytest.mark.parametrize(
+    ("weights", "flags", "rank", "said"),
+    [
+        ("a/model", [], 0, True),
+        ("a/model", [], 1, False),
+        ("a/model", ["--save={}/run"], 0, False),
+        (None, [], 0, False),
+    ],
+)
+def test_a_finetuning_that_saves_nothing_says_so_before_it_begins(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    weights: str | None,
+    flags: list[str],
+    rank: int,
+    said: bool,
+) -> None:
+    def refuse() -> None:
+        raise ConfigError("no ranks")
+
+    monkeypatch.setattr(train, "check_launch", refuse)  # what comes first once the run begins
+    run = prepare([*on_a_small_text(write(tmp_path)), *(flag.format(tmp_path) for flag in flags)])
+    run = replace(run, model=run.model.model_copy(update={"huggingface": weights}))
+    assert train.train_and_export(run, first_rank=rank == 0, launched=True) != 0
+    assert (train.UNSAVED in capsys.readouterr().out) == said
+
+
 def test_a_run_that_has_saved_nothing_yet_begins_where_it_would_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
