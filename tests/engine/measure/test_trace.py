@@ -16,6 +16,7 @@ from ds_dynmo.engine.comm.communicator import Communicator
 from ds_dynmo.engine.measure import trace
 from ds_dynmo.engine.measure.trace_events import CATEGORIES
 from ds_dynmo.errors import ConfigError
+from ds_dynmo.schedules import Kind, Schedule, first_batch
 from tests.support.configs import Case
 from tests.support.harness import run, run_each
 from tests.support.models import module_of
@@ -153,6 +154,30 @@ def test_a_frozen_stage_shows_no_backward_pass(tmp_path: Path) -> None:
     found = named(read(path), 2)
     assert not any((0, 0, "backward", micro_batch) in found for micro_batch in range(4))
     assert all(found[0, 1, "backward", micro_batch]["dur"] > 8000 for micro_batch in range(4))
+
+
+def train_in_a_v(path: str) -> Schedule:
+    """Train two batches, and return the schedule of the second one."""
+    block = {"interval": 0, "schedule": {"kind": "v"}, "trace": {"path": path, "steps": [1, 2]}}
+    engine = build(Case(blocks=3, micro_batches=3, dynmo=block))
+    data = batches(engine)
+    engine.train_batch(data), engine.train_batch(data)
+    running: Schedule = engine.stage.schedule.running
+    return running
+
+
+def test_the_first_micro_batch_of_a_v_passes_all_chunks_before_the_others_until_messages_are_known(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.json"
+    schedule, _ = run(2, train_in_a_v, str(path))
+    passes = sorted((event for event in read(path) if event.get("cat") == "forward"), key=lambda event: event["ts"])
+    for step, expected in ((1, first_batch(schedule)), (2, schedule)):
+        for stage, order in enumerate(expected.orders):
+            of_stage = [e["args"] for e in passes if (e["args"]["step"], e["args"]["stage"]) == (step, stage)]
+            forwards = [(action.chunk, action.micro_batch) for action in order if action.kind == Kind.FORWARD]
+            assert [(passed["chunk"], passed["micro_batch"]) for passed in of_stage] == forwards, (step, stage)
+    assert first_batch(schedule) != schedule
 
 
 def offsets_of_shifted_clocks(seconds: float) -> tuple[float, float]:
