@@ -113,6 +113,11 @@ def test_one_micro_batch() -> None:
     check_same(case, {kind: Arm(under(kind, case)) for kind in KINDS}, steps=2)
 
 
+def test_deepspeeds_own_v_of_one_stage_trains_as_under_1f1b() -> None:
+    case = Case(stages=1, micro_batches=2)
+    check_same(case, {"a V": Arm(under("v", case), dual_pipe=True)}, steps=2)
+
+
 def test_a_prefix_that_freezes_and_thaws_trains_as_under_1f1b() -> None:
     case, frozen = Case(micro_batches=4), {1: 3, 3: 5, 5: 0}
     moves = {2: [0, 5, 8], 4: [0, 7, 8]}
