@@ -385,16 +385,32 @@ def refuse(engine: Any, match: str) -> None:
     assert raised.value.harmless
 
 
+def refuse_another_rate(engine: Any) -> None:
+    group = engine.basic_optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], 0.5 if engine.stage_id == 1 else group["lr"]
+    refuse(engine, "parameter group 0 has lr = 0.03 on rank 0 and 0.5 on rank 1: set it alike")
+    group["lr"] = rate
+
+
+def another_rate_in_flat_buffers() -> None:
+    engine = build(Case(blocks=3, precision="bf16 zero1"))
+    refuse_another_rate(engine)
+    engine.rebalance(AWAY)
+    assert engine.partition == AWAY
+
+
+def test_a_rate_that_differs_between_ranks_is_refused_under_zero() -> None:
+    run(2, another_rate_in_flat_buffers)
+
+
 def train_with_group(moves: bool, everywhere: bool) -> dict[str, Any]:
     """Add a group with an adapter of a layer that leaves, on all ranks or only on its own; differ in a rate before."""
     engine = build(Case(blocks=3))
 
     def before(step: int) -> None:
-        groups, adapters = engine.basic_optimizer.param_groups, []
+        adapters = []
         if step == 1:
-            rate, groups[0]["lr"] = groups[0]["lr"], 0.5 if engine.stage_id == 1 else groups[0]["lr"]
-            refuse(engine, "parameter group 0 has lr = 0.03 on rank 0 and 0.5 on rank 1: set it alike")
-            groups[0]["lr"] = rate
+            refuse_another_rate(engine)
             for layer in changed_layers(engine, [2]):
                 layer.adapter = nn.Parameter(torch.full((8,), 1.1))
                 layer.register_forward_hook(scaled_by)
