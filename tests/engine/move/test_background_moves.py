@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,7 +76,7 @@ def steps_of_profiles(interval: int, call: str) -> dict[str, Any]:
         "move in the next batch": lambda: engine.rebalance([0, 5, 8], background=True),
         "the model changes": lambda: engine.model_changed("more work"),
     }
-    profiles = []
+    profiles, warnings = [], Warnings()
     for batch in range(1, 9):
         engine.train_batch(data)
         if batch == 2:
@@ -85,6 +86,7 @@ def steps_of_profiles(interval: int, call: str) -> dict[str, Any]:
         "profiles": profiles,
         "decisions": [(report.step, report.reason) for report in reports_of(engine)],
         "measured": [report.step for report in gather(engine.measurements)[0]],
+        "warnings": gather(warnings.messages)[0],
     }
 
 
@@ -92,7 +94,8 @@ def test_a_profile_is_read_after_the_next_batch() -> None:
     """Batch 2 ends the warm-up, and each interval is counted from the last."""
     dropped = ["move", "the model changes"]
     calls = [(3, ""), (1, ""), (3, "decide"), (2, "move in the next batch"), *((2, call) for call in dropped)]
-    third, every, by_hand, later, *others = run_each(2, steps_of_profiles, *calls)
+    third, every, by_hand, later, *others = found = run_each(2, steps_of_profiles, *calls)
+    assert not [of_rank["warnings"] for ranks in found for of_rank in ranks if of_rank["warnings"]]
     for of_rank in third:
         assert of_rank["profiles"] == [0, 0, 2, 3, 3, 3, 6, 6]
         assert of_rank["decisions"] == [(4, "interval"), (7, "interval")]
@@ -453,10 +456,15 @@ def test_what_does_not_fit_into_one_batch_goes_in_several() -> None:
     check_moves_changed_nothing(still, moved)
 
 
-def warmed_up() -> list[bool]:
-    """Return, for the batches after one in which layers moved, whether the warm-up was over before each."""
+def warmed_up() -> tuple[list[bool], float]:
+    """Return, for the batches after one in which layers moved, whether the warm-up was over before each.
+
+    Also return how long training waited for the move, in which a callback took 1000 seconds for each layer.
+    """
     engine = build(Case(stages=2, start=(0, 4, 8), dynmo={"interval": 0, "profile": {"warmup_batches": 2}}))
-    data = batches(engine)
+    data, now, later = batches(engine), time.perf_counter, [0.0]
+    time.perf_counter = lambda: now() + sum(later)
+    engine.on_layer_arrival(lambda number, layer: later.append(1000.0))
     engine.train_batch(data)
     engine.rebalance([0, 2, 8], background=True)
     engine.train_batch(data)
@@ -464,11 +472,13 @@ def warmed_up() -> list[bool]:
     for _ in range(3):
         warm.append(engine.rebalancer.cycle.warm)
         engine.train_batch(data)
-    return warm
+    (report,) = reports_of(engine)
+    return warm, report.migrate_seconds
 
 
 def test_the_warm_up_begins_after_the_batch_in_which_layers_moved() -> None:
-    assert run(2, warmed_up) == [[False, False, True]] * 2
+    for warm, waited_seconds in run(2, warmed_up):
+        assert warm == [False, False, True] and waited_seconds >= 2000.0
 
 
 def saved_between(folder: str, moves: bool) -> dict[str, Any]:
