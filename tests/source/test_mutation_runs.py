@@ -162,9 +162,7 @@ def test_every_promise_is_to_be_caught_and_most_of_the_random_lines(
     kinds = [*(("moves", kind) for kind in promises), *(("random", kind) for kind in of_lines)]
     outcomes = [Outcome(topic, f"{topic} {at}", kind, "line", 2.0) for at, (topic, kind) in enumerate(kinds)]
     monkeypatch.setattr(command, "breakages", lambda root: [])
-    monkeypatch.setattr(
-        command, "outcomes_of", lambda chosen, *_: iter(outcomes[: len(chosen) * 100])
-    )
+    monkeypatch.setattr(command, "outcomes_of", lambda chosen, *_: iter(outcomes[: len(chosen) * 100]))
     KNOWN.save(tmp_path / "record.json")
     words = ["moves"] if outcomes else ["no breakage has this name"]
     assert command.main(["--reach", str(tmp_path / "record.json"), *words]) == code
