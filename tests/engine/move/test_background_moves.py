@@ -656,9 +656,10 @@ def changed_meanwhile(case: Case, changes: dict[int, str], moves: bool) -> dict[
     engine = build(case)
     data, at = batches(engine), 0 if case.precision.startswith("fp16") else 1  # fp16: the step is skipped
     in_hook = "set_in_hook" in changes.values()
+    to = {1: [0, 3, 8], 2: [0, 4, 8]} if in_hook else {at: [0, 1, 8]}  # the second time in other buffers
 
     def change_layers() -> None:
-        if engine.global_steps == at:
+        if engine.global_steps in to:
             for index, layer in layers_of(engine).items():
                 if index in changes:
                     (set_in_hook if in_hook else CHANGES[changes[index]])(engine, layer)
@@ -667,8 +668,8 @@ def changed_meanwhile(case: Case, changes: dict[int, str], moves: bool) -> dict[
         engine.before_step(change_layers)
     losses = []
     for step in range(3):
-        if moves and step == at:
-            engine.rebalance([0, 3, 8] if in_hook else [0, 1, 8], background=True)
+        if moves and step in to:
+            engine.rebalance(to[step], background=True)
         if in_hook:
             change_layers()
         losses.append(engine.train_batch(data).item())
