@@ -241,6 +241,25 @@ def test_a_fully_frozen_model_still_runs_once_model_changed_was_called() -> None
     run(2, freeze_all)
 
 
+def freeze_with_own_gradients() -> None:
+    """Freeze a layer after a backward pass of the user's own, whose gradients no step takes."""
+    engine = build(Case(stages=1, precision="bf16"))
+    data = batches(engine)
+    engine.train_batch(data)
+    frozen = [*layers_of(engine)[2].parameters()]
+    sum(parameter.float().sum() for parameter in frozen).backward()  # type: ignore[union-attr]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    engine.model_changed("layer 2 is frozen")
+    drop_decision(engine)
+    engine.train_batch(data)
+    assert all(parameter.grad is None for parameter in frozen)
+
+
+def test_a_frozen_layer_keeps_no_memory_for_gradients() -> None:
+    run(1, freeze_with_own_gradients)
+
+
 def freeze_sleeping(count: int) -> dict[str, Any]:
     engine, data = sleeping_engine({"interval": 0}, [0.004] * count, 2)
     for _ in range(2):
