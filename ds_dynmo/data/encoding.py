@@ -70,8 +70,11 @@ class Encoder:
             facts += [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def encode(self, rows: Iterable[SourceRow]) -> Iterator[Example]:
+    def encode(self, rows: Iterable[SourceRow], *, answers_only: bool = True) -> Iterator[Example]:
         """Return the tokens of each row.
+
+        Args:
+            answers_only: of conversations the assistant's answers alone are trained, which the chat template marks.
 
         Raises:
             ConfigError: naming the row, what is wrong with it, and what to do.
@@ -82,7 +85,7 @@ class Encoder:
                     yield from map(self._checked, batch, self._texts(batch))
             else:
                 for row in same:
-                    yield self._checked(row, self._tokens(row))
+                    yield self._checked(row, self._tokens(row, answers_only))
 
     def _column(self, row: SourceRow) -> str:
         """Find the column that is read."""
@@ -108,13 +111,13 @@ class Encoder:
         completed = column == "prompt" and row.values.get("completion") is not None
         return isinstance(row.values[column], str) and not completed
 
-    def _tokens(self, row: SourceRow) -> Example:
+    def _tokens(self, row: SourceRow, answers_only: bool) -> Example:
         column = self._column(row)
         value, completion = row.values[column], row.values.get("completion")
         if column == "prompt" and completion is not None:
             return self._completed(row, value, completion)
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return self._conversation(row, value)
+            return self._conversation(row, value, answers_only)
         return Example(value, _given(row, column, value))
 
     def _texts(self, rows: list[SourceRow]) -> list[Example]:
@@ -134,9 +137,12 @@ class Encoder:
             self._encoded([row], [text], **options)
         raise AssertionError("each text can be encoded, but not all")
 
-    def _conversation(self, row: SourceRow, messages: list[Any]) -> Example:
+    def _conversation(self, row: SourceRow, messages: list[Any], answers_only: bool) -> Example:
         _check_roles(row, messages)
         template = self._template(row)
+        if not answers_only:
+            ids = self._rendered(row, messages, tokenize=True, return_dict=True)["input_ids"]
+            return Example(ids, [True] * len(ids))
         if not GENERATION.search(template):
             raise ConfigError(
                 f"{row.where}: the chat template of {self._folder} does not mark the assistant's answers: put "
