@@ -146,9 +146,9 @@ def test_the_module_that_forms_worlds_sends_nothing() -> None:
 
 # Per package of an extra, the modules that import it.
 USERS = {
-    "transformers": ("huggingface/configs.py", "data/encoding.py"),
+    "transformers": ("huggingface/configs.py", "data/encoding.py", "trainer/*.py"),
     "datasets": ("data/sources.py",),
-    "pyarrow": ("data/sources.py",),
+    "pyarrow": ("data/sources.py", "trainer/rows.py"),
 }
 
 
@@ -158,7 +158,7 @@ def test_few_modules_import_a_package_of_an_extra_and_only_when_it_is_used() -> 
         assert all(name not in names or any(map(path.match, users)) for name, users in USERS.items()), path
         at_once = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {name.split(".")[0] for node in at_once for name in imported(node)}
-        assert not names & {*USERS, "safetensors"}, path
+        assert not names & {*USERS, "safetensors"} or path.match("trainer/*.py"), path
 
 
 LIGHT = [
