@@ -19,6 +19,7 @@ from ds_dynmo.cli import train
 from ds_dynmo.cli.training.options import RECORDING, TrainingRun, prepare
 from ds_dynmo.cli.training.resuming import find_checkpoint, read_resumed
 from ds_dynmo.cli.training.stopping import StopSignals
+from ds_dynmo.config.explain import show
 from ds_dynmo.engine.save.manifest import MANIFEST
 from ds_dynmo.errors import ConfigError, PartitionError
 from ds_dynmo.launch import ALONE
@@ -318,7 +319,8 @@ def test_a_model_is_known_by_its_config_wherever_its_folder_is(tmp_path: Path) -
         with pytest.raises(ConfigError) as error:
             resume(other)
         assert str(error.value) == (
-            f'--resume {tmp_path}: was trained with model.huggingface = "{saved}", this run has "{other}": its '
+            f"--resume {tmp_path}: was trained with model.huggingface = {show(str(saved))}, this run has "
+            f"{show(str(other))}: its "
             "hidden_size was 8, is 16"
         )
 
