@@ -34,5 +34,8 @@ def test_measured_peaks_equal_predicted_ones(stages: int, cases: list[tuple[str,
         row: dict[str, Any] = results[0]
         assert all(other == row for other in results)
         pairs = list(zip(row["measured_bytes"], row["predicted_bytes"], strict=True))
+        chunks = 2 if row["schedule"] in ("v", "loop") else 1
+        # On several stages, where segments are recomputed, messages ahead may have ended before the peak.
+        ended = AHEAD * MESSAGE * chunks if stages > 2 and row["checkpointing"] != "none" else ENDED
         for measured, predicted in pairs:
-            assert 0.95 * predicted - ENDED <= measured <= 1.05 * predicted, row
+            assert 0.95 * predicted - ended <= measured <= 1.05 * predicted, row
