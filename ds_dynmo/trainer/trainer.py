@@ -187,7 +187,7 @@ class PipelineTrainer:
         )
 
     def _begin_callbacks(self, callbacks: Sequence[Any]) -> None:
-        shown: list[Any] = []
+        self._has_callbacks, shown = bool(callbacks), list[Any]()
         if self.is_world_process_zero():
             shown = [PrinterCallback if self.args.disable_tqdm else ProgressCallback]
             shown += get_reporting_integration_callbacks(self.args.report_to)
@@ -200,7 +200,8 @@ class PipelineTrainer:
         self._call("on_init_end")
 
     def add_callback(self, callback: Any) -> None:
-        """Add a ``TrainerCallback``, or a class of one."""
+        """Add a ``TrainerCallback``, or a class of one. Every rank calls it."""
+        self._has_callbacks = True
         self.callback_handler.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -316,7 +317,12 @@ class PipelineTrainer:
         self._call("on_step_end")
 
     def _agree(self) -> None:
-        """Let all ranks do what a callback on any rank wants."""
+        """Let all ranks do what a callback of the user's on any rank wants; transformers' want the same everywhere.
+
+        It waits for all stages, which otherwise begin their next batch when they are done with one.
+        """
+        if not self._has_callbacks:
+            return
         wanted = torch.tensor([float(getattr(self.control, flag)) for flag in FLAGS])
         for flag, count in zip(FLAGS, self.engine.sum_over_world(wanted).tolist()):
             setattr(self.control, flag, count > 0)
