@@ -21,6 +21,7 @@ from ds_dynmo.trainer import PipelineTrainer
 
 def train(folder: str, text: str, out: str, resume: bool = False) -> PipelineTrainer:
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rows = load_dataset("json", data_files=text, split="train")
     rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns="text")
     held = rows.train_test_split(test_size=0.05, seed=0)

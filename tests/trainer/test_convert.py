@@ -58,9 +58,6 @@ def folder_of(tmp_path: Path, kind: str) -> tuple[str, str]:
     sizes = ["--documents", "40", "--vocab-size", "400", "--layers", "3", "--hidden-size", "16", "--positions", "64"]
     assert tiny_model.main([str(folder), str(text), *sizes]) == 0
     (folder / "chat_template.jinja").write_text(CHATML)
-    settings = folder / "tokenizer_config.json"
-    told = json.loads(settings.read_text())
-    settings.write_text(json.dumps({**told, "pad_token": told["eos_token"]}))
     if kind != "text":
         text.write_text("".join(json.dumps(row) + "\n" for row in chats_of(kind, 60)))
     return str(folder), str(text)
