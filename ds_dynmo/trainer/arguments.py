@@ -129,9 +129,10 @@ def engine_settings(args: Any, dynmo: Mapping[str, Any] | None) -> dict[str, Any
     put(args.gradient_accumulation_steps, "gradient_accumulation_steps")
     put(float(args.max_grad_norm or 0.0), "gradient_clipping")
     for kind in ("bf16", "fp16"):
-        if getattr(args, kind):
-            put(True, kind, "enabled")
-    settings.pop("train_batch_size", None)  # follows from the others
+        if getattr(args, kind) or kind in settings:
+            put(bool(getattr(args, kind)), kind, "enabled")
+    for name, value in _optimizer_settings(args, given.get("optimizer")).items():
+        put(value, "optimizer", "params", name)
     settings.setdefault("steps_per_print", None)
     settings.setdefault("zero_allow_untested_optimizer", True)
     if "scheduler" in settings:
@@ -142,6 +143,19 @@ def engine_settings(args: Any, dynmo: Mapping[str, Any] | None) -> dict[str, Any
     if problems:
         raise ConfigError("\n".join(problems))
     return settings
+
+
+def _optimizer_settings(args: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what the arguments say about an optimizer of the JSON: its rate, and of the others what is in there."""
+    if given is None:
+        return {}
+    said = {
+        "lr": args.learning_rate,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    return {name: value for name, value in said.items() if name == "lr" or name in given.get("params", {})}
 
 
 def make_optimizer(args: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:

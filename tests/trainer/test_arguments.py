@@ -102,15 +102,20 @@ def test_settings_of_the_engine_are_those_of_the_json_and_of_the_arguments(tmp_p
                 "gradient_clipping": "auto",
                 "bf16": {"enabled": "auto"},
                 "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": True}},
                 "dynmo": {"interval": 50, "min_improvement": 0.1},
             }
         )
     )
-    args = arguments(per_device_train_batch_size=4, gradient_accumulation_steps=8, max_grad_norm=0.5, bf16=True)
+    args = arguments(
+        per_device_train_batch_size=4, gradient_accumulation_steps=8, max_grad_norm=0.5, bf16=True, learning_rate=3e-4
+    )
     args.deepspeed = str(file)
     settings = engine_settings(args, {"interval": 20})
     assert settings["train_micro_batch_size_per_gpu"] == 4 and settings["gradient_accumulation_steps"] == 8
     assert settings["gradient_clipping"] == 0.5 and settings["bf16"] == {"enabled": True}
+    params = settings["optimizer"]["params"]
+    assert params == {"lr": 3e-4, "betas": [0.9, 0.999], "torch_adam": True}, "no default of DeepSpeed's"
     assert settings["zero_optimization"] == {"stage": 1} and "train_batch_size" not in settings
     assert settings["dynmo"] == {"interval": 20, "min_improvement": 0.1}
     assert engine_settings(arguments(max_grad_norm=0), None)["gradient_clipping"] == 0.0
@@ -118,9 +123,23 @@ def test_settings_of_the_engine_are_those_of_the_json_and_of_the_arguments(tmp_p
 
 def test_a_json_that_contradicts_the_arguments_is_refused() -> None:
     args = arguments(per_device_train_batch_size=4)
-    args.deepspeed = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 3.0, "scheduler": {"type": "WarmupLR"}}
+    args.deepspeed = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 3.0,
+        "scheduler": {"type": "WarmupLR"},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
+    }
     with pytest.raises(ConfigError) as error:
         engine_settings(args, None)
-    said = str(error.value)
-    for words in ("train_micro_batch_size_per_gpu = 2", "gradient_clipping = 3.0", "scheduler: should be left out"):
+    said, of_optimizer = (
+        str(error.value),
+        ("bf16.enabled = True", "optimizer.params.lr = 0.1", "optimizer.params.weight_decay = 0.5"),
+    )
+    for words in (
+        "train_micro_batch_size_per_gpu = 2",
+        "gradient_clipping = 3.0",
+        "scheduler: should be left out",
+        *of_optimizer,
+    ):
         assert words in said
