@@ -96,6 +96,15 @@ def test_a_resumed_run_on_other_stages_goes_on_where_it_was(tmp_path: Path) -> N
     assert sorted(path.name for path in Path(folder).glob("checkpoint-*")) == ["checkpoint-20"]
 
 
+def test_packed_rows_train_alike_on_any_stages(tmp_path: Path) -> None:
+    """Documents share rows as in TRL, but not the same ones: there is nothing of its to compare with."""
+    packing = {"max_steps": 6, "eval_steps": 3, "packing": True, "max_length": 24, "per_device_eval_batch_size": 2}
+    ours = TrainerRun("qwen2", chats="messages", arguments={**packing, "assistant_only_loss": True})
+    (expected,) = run(1, train, ours, str(tmp_path / "one"))
+    for of_rank in run(2, train, replace(ours, moves={3: [0, 5, 7]}), str(tmp_path / "two")):
+        check_same(of_rank["logs"], expected["logs"])
+
+
 BEST = {
     "max_steps": -1,
     "num_train_epochs": 6,
