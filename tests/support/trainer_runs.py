@@ -225,7 +225,8 @@ def told(trainer: Any, folder: str) -> dict[str, Any]:
     best = (state.best_metric, state.best_global_step, Path(state.best_model_checkpoint or "").name)
     files = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
     loss = trainer.evaluate()["eval_loss"]
-    return {"best": best, "step": state.global_step, "checkpoints": files, "loss at the end": loss}
+    first = state.is_world_process_zero
+    return {"first": first, "best": best, "step": state.global_step, "checkpoints": files, "loss at the end": loss}
 
 
 def differences(found: Sequence[dict[str, float]], expected: Sequence[dict[str, float]]) -> dict[str, float]:
