@@ -12,20 +12,11 @@ from transformers import AutoTokenizer
 
 from ds_dynmo.data import DataConfig, TokenData, open_data
 from ds_dynmo.errors import ConfigError
-from tests.support.words import word_tokenizer
+from tests.support.words import CHATML, word_tokenizer
 
 WORDS = ("<s>", "</s>", "?", "one", "two", "three", "system", "user", "assistant", "tool", "[")
 MARKS = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>", "[INST]", "[/INST]")
 
-CHATML = """\
-{%- for message in messages %}
-{{- "<|im_start|>" + message.role + "\\n" }}
-{%- if message.role == "assistant" %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
-{%- else %}{{ message.content }}<|im_end|>{% endif %}
-{{- "\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}
-"""
 LLAMA = """\
 {{- "<|begin|>" }}
 {%- for message in messages %}

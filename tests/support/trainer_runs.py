@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.support.words import word_tokenizer
+from tests.support.words import CHATML, word_tokenizer
 
 OF_TRL = {f"{kind}{name}" for kind in ("", "eval_") for name in ("entropy", "num_tokens", "mean_token_accuracy")}
 SPEEDS = ("_runtime", "_per_second", "total_flos")  # of log entries, which no two runs share
@@ -81,15 +81,6 @@ def rows_of(count: int, seed: int = 5) -> list[dict[str, list[int]]]:
     return rows
 
 
-CHATML = """\
-{%- for message in messages %}
-{{- "<|im_start|>" + message.role + "\\n" }}
-{%- if message.role == "assistant" %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
-{%- else %}{{ message.content }}<|im_end|>{% endif %}
-{{- "\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}
-"""
 WORDS = tuple(f"w{number}" for number in range(60))
 
 

@@ -10,6 +10,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
+CHATML = """\
+{%- for message in messages %}
+{{- "<|im_start|>" + message.role + "\\n" }}
+{%- if message.role == "assistant" %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+{%- else %}{{ message.content }}<|im_end|>{% endif %}
+{{- "\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}
+"""
+"""A template that marks the assistant's answers."""
 WORDS = ("<s>", "</s>", "?", "one", "two", "three")
 
 

@@ -12,7 +12,8 @@ import pytest
 
 import tiny_model
 from tests.support.harness import run
-from tests.support.trainer_runs import CHATML, chats_of, differences
+from tests.support.trainer_runs import chats_of, differences
+from tests.support.words import CHATML
 
 pytestmark = pytest.mark.ranks
 
