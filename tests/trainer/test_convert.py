@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_model
-from tests.support.harness import run
+from tests.support import harness
 from tests.support.trainer_runs import chats_of, differences
 from tests.support.words import CHATML
 
 pytestmark = pytest.mark.ranks
 
 pytest.importorskip("transformers")
+
+run = partial(harness.run, backend="gloo")  # the arguments say use_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "convert"

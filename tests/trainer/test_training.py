@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_dynmo.trainer.batches import collate_rows
-from tests.support.harness import run
+from tests.support import harness
 from tests.support.trainer_runs import TrainerRun, differences, model_of, rows_of, train, train_library
 
 pytestmark = pytest.mark.ranks
 
 pytest.importorskip("transformers")
+
+run = partial(harness.run, backend="gloo")  # the arguments say use_cpu
 
 EXACT = ("learning_rate", "epoch", "step")
 MOVES = {4: [0, 2, 7], 11: [0, 5, 7], 12: [0, 4, 7]}
