@@ -53,7 +53,7 @@ WITHOUT_EFFECT = {  # on what is trained
         "fsdp_config",
         "average_tokens_across_devices",
     ),
-    *("dataset_num_proc", "pad_to_multiple_of", "eos_token", "pad_token"),
+    *("dataset_num_proc", "pad_to_multiple_of", "pad_token"),
 }
 OF_ROWS = {
     "max_length",
@@ -86,6 +86,8 @@ def check_arguments(args: Any) -> None:
         problems.append(f"lr_scheduler_type = {kind}: waits for a metric, which is not done in a pipeline")
     if (order := _text(getattr(args, "train_sampling_strategy", "random"))) not in ORDERS:
         problems.append(f"train_sampling_strategy = {order}: should be one of {', '.join(ORDERS)}")
+    if others := {*args.include_for_metrics} - {"loss"}:
+        problems.append(f"include_for_metrics = {', '.join(sorted(others))}: no rank has it: should be loss alone")
     if (strategy := getattr(args, "packing_strategy", "bfd")) != "bfd":
         problems.append(f'packing_strategy = {strategy}: should be "bfd": longest documents first, none divided')
     if getattr(args, "packing", False) and getattr(args, "max_length", None) is None:

@@ -31,6 +31,7 @@ class Saves:
 
     def __init__(self, engine: Any, folder: Path, limit: int | None, *, has_adapters: bool) -> None:
         self._engine, self._folder, self._limit, self._has_adapters = engine, folder, limit, has_adapters
+        self._saved: set[int | None] = set()  # steps after which this run has saved
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after ``step`` batches."""
@@ -39,9 +40,8 @@ class Saves:
     def save(self, state: TrainerState) -> None:
         """Write the checkpoint of this batch, and remove those beyond the limit. Collective."""
         path = self.path(state.global_step)
-        if (
-            state.best_global_step and self.path(state.best_global_step).exists()
-        ) or state.best_global_step == state.global_step:
+        self._saved.add(state.global_step)  # what ranks see of the folder may differ
+        if state.best_global_step in self._saved:
             state.best_model_checkpoint = str(self.path(state.best_global_step))
         self.write(self._folder, path.name, {STATE: asdict(state)})
         self._engine.wait_for_save()

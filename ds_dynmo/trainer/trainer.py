@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class PipelineTrainer:
         train_dataset, eval_dataset: rows by number, as dicts: ``input_ids`` with or without ``labels``; ``text``;
             ``messages``; ``prompt`` and ``completion``. Or the path of such rows. ``eval_dataset`` may be a dict of
             several.
-        processing_class: folder with the tokenizer, or a tokenizer that was read from one; None: ``model``'s.
+        processing_class: a tokenizer, or the folder of one; None: ``model``'s.
         compute_metrics: is given ``EvalPrediction.losses``, for each row the loss of its micro-batch; no logits.
         callbacks: transformers' ``TrainerCallback``.
         peft_config: peft's ``LoraConfig``, or its keys.
@@ -119,9 +120,12 @@ class PipelineTrainer:
         tokenizer = self.processing_class
         if tokenizer is None and isinstance(self._model, (str, os.PathLike)) and Path(self._model).is_dir():
             tokenizer = self._model
-        tokenizer = getattr(tokenizer, "name_or_path", tokenizer)
-        settings = row_settings(self.args)
-        return read_rows(given, name, vocabulary=self._config.vocab_size, tokenizer=tokenizer, **settings)
+        read = partial(read_rows, given, name, vocabulary=self._config.vocab_size, **row_settings(self.args))
+        if not hasattr(tokenizer, "save_pretrained"):
+            return read(tokenizer=tokenizer)
+        with tempfile.TemporaryDirectory() as folder:  # a script may have changed it since it was read
+            tokenizer.save_pretrained(folder)
+            return read(tokenizer=folder)
 
     def _inputs_of_batches(self) -> tuple[str, ...]:
         """Find what the model is given beside token ids: positions of packed rows, and the mask where one is needed."""
@@ -173,8 +177,11 @@ class PipelineTrainer:
         every = [rows for rows in (self._train_rows, *self._eval_rows.values()) if rows is not None]
         sizes = {self.args.per_device_train_batch_size}
         sizes |= {self.args.per_device_eval_batch_size} if self._eval_rows else set()
-        lengths = {len(rows[number]["input_ids"]) for rows in every for number in range(len(rows))}
-        return len(lengths) > 1 or len(sizes) > 1
+        if len(sizes) > 1 or row_settings(self.args)["packed"]:
+            return len(sizes) > 1
+        lengths = (len(rows[number]["input_ids"]) for rows in every for number in range(len(rows)))
+        first = next(lengths, None)
+        return any(length != first for length in lengths)
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         args, steps = self.args, self._max_steps

@@ -67,6 +67,7 @@ REFUSED: dict[str, Any] = {
     "batch_eval_metrics": True,
     "optim_target_modules": ["q_proj"],
     "skip_memory_metrics": False,
+    "include_for_metrics": ["inputs", "loss"],
 }
 
 
@@ -87,7 +88,8 @@ def test_every_argument_that_is_not_met_is_named_in_one_message() -> None:
 
 def test_an_argument_is_in_one_list_alone() -> None:
     assert not MET & WITHOUT_EFFECT and not (MET | WITHOUT_EFFECT) & OF_ROWS
-    assert not {*REFUSED} - {"optim", "lr_scheduler_type", "train_sampling_strategy"} & (MET | WITHOUT_EFFECT)
+    by_value = {"optim", "lr_scheduler_type", "train_sampling_strategy", "include_for_metrics"}
+    assert not ({*REFUSED} - by_value) & (MET | WITHOUT_EFFECT)
     known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert {*REFUSED} <= known
 
@@ -143,3 +145,13 @@ def test_a_json_that_contradicts_the_arguments_is_refused() -> None:
         *of_optimizer,
     ):
         assert words in said
+
+
+def test_what_trl_does_with_a_tokenizer_is_refused() -> None:
+    """It would train other tokens."""
+    trl = pytest.importorskip("trl")
+    plain = {"use_cpu": True, "bf16": False, "report_to": []}
+    check_arguments(trl.SFTConfig("out", max_length=64, assistant_only_loss=True, **plain))
+    with pytest.raises(ConfigError) as error:
+        check_arguments(trl.SFTConfig("out", eos_token="<|im_end|>", padding_free=True, **plain))
+    assert {line.split()[0] for line in str(error.value).splitlines()[1:]} == {"eos_token", "padding_free"}

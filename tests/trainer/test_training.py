@@ -184,9 +184,11 @@ def test_adapters_of_a_folder_are_written_as_peft_reads_them(tmp_path: Path) -> 
 
 
 def refusals(folder: str) -> list[str]:
+    from transformers import AutoTokenizer
+
     from ds_dynmo.errors import ConfigError
     from ds_dynmo.trainer import PipelineTrainer
-    from tests.support.trainer_runs import arguments_of, rows_of
+    from tests.support.trainer_runs import arguments_of, chats_of, rows_of, tokenizer_of
 
     def refused(**settings: Any) -> str:
         run = TrainerRun("mixtral" if "router" in settings else "llama", arguments={"max_steps": 40})
@@ -199,6 +201,8 @@ def refusals(folder: str) -> list[str]:
             getattr(PipelineTrainer(model, arguments_of(run, folder), **given), call)()
         return str(error.value)
 
+    changed = AutoTokenizer.from_pretrained(tokenizer_of(Path(folder)))
+    changed.chat_template = "{{ raise_exception('the template of the script') }}"
     return [
         refused(num_stages=2),
         refused(train_dataset=[]),
@@ -207,6 +211,7 @@ def refusals(folder: str) -> list[str]:
         refused(eval_dataset=None, call="evaluate"),
         refused(train_dataset=[{"text": "one"}]),
         refused(router=True),
+        refused(train_dataset=chats_of("messages", 2), processing_class=changed),
     ]
 
 
@@ -220,6 +225,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
         "eval_dataset: is None",
         "train_dataset[0]: is text, and no tokenizer is given",
         "45 rows are no whole number of batches",
+        "the chat template",  # the tokenizer counts as the script has changed it
     )
     for said, expected in zip(found, words, strict=True):
         assert expected in said
